@@ -1,0 +1,37 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+SHELL := /bin/bash
+PY := .venv/bin/python
+STAMP := .venv/.setup-stamp
+
+.PHONY: demo test fast check bench setup debian clean
+.DEFAULT_GOAL := check
+
+setup: $(STAMP)
+
+$(STAMP): requirements.lock pyproject.toml interlock/pyproject.toml deploy/setup/debian.sh
+	@echo "== set-up (once): system packages, then .venv =="
+	@bash deploy/setup/debian.sh
+	@bash deploy/setup/environment.sh
+	@touch $(STAMP)
+
+demo: setup
+	@$(PY) -I examples/demo/demo.py
+
+test: setup check
+	@$(PY) -I deploy/setup/run_tests.py
+
+fast: setup
+	@$(PY) -m pytest -m "not root and not browser and not postgres and not demo and not mutation" -n 2 tests
+
+check: setup
+	@.venv/bin/ruff check .
+	@.venv/bin/mypy
+	@.venv/bin/lint-imports --no-cache
+	@$(PY) -m pytest tests/test_architecture.py
+
+bench: setup
+	@test -n "$(NAME)" || { echo "usage: make bench NAME=<file in bench/>"; exit 2; }
+	@$(PY) -I bench/$(NAME).py
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .import_linter_cache
