@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
-from sqlalchemy.exc import ArgumentError, InterfaceError, OperationalError
+from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
 
 from interlock.errors import Unavailable, Untrusted, Usage
 
@@ -100,10 +100,14 @@ def open_engine(url: str) -> Engine:
     raise Usage("the database is SQLite or PostgreSQL", code="database", next_step="use sqlite:////path/control.db")
 
 
-def _away(error: Exception) -> Unavailable:
+def _away(error: DBAPIError) -> Exception:
+    """Return the refusal for a database that is away; a wrong statement stays what it is."""
+    name = str(getattr(error.orig, "sqlite_errorname", "") or getattr(error.orig, "sqlstate", "") or "")
+    if name == "SQLITE_ERROR":
+        return error
     return Unavailable(
         "the database does not answer", code="database", next_step="see the disk and the database server",
-        details={"reason": type(error).__name__},
+        details={"reason": name or type(error.orig).__name__},
     )
 
 

@@ -1,0 +1,96 @@
+"""Up, down, up again on both databases; the migrated schema is the one that the code believes in."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import Engine, inspect, text
+
+from control_plane.store.db import open_engine, reading, writing
+from control_plane.store.tables import metadata
+from interlock.errors import Conflict
+from migrations import run
+
+
+def _differences(engine: Engine) -> list[object]:
+    with reading(engine) as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True, "target_metadata": metadata})
+        return list(compare_metadata(context, metadata))
+
+
+def test_metadata_equals_migrated_schema(engine: Engine) -> None:
+    assert run.current(engine) is None
+    run.upgrade(engine)
+    assert run.current(engine) == run.latest()
+    assert _differences(engine) == []
+    found = inspect(engine)
+    for table in metadata.sorted_tables:
+        assert {tuple(u["column_names"]) for u in found.get_unique_constraints(table.name)} == {
+            tuple(c.name for c in k.columns) for k in table.constraints if type(k).__name__ == "UniqueConstraint"
+        }, table.name
+        assert found.get_pk_constraint(table.name)["constrained_columns"] == [c.name for c in table.primary_key]
+
+
+def test_comparison_sees_a_difference(engine: Engine) -> None:
+    """Positive control of the test above: one column less is noticed."""
+    run.upgrade(engine)
+    with writing(engine) as connection:
+        connection.execute(text("ALTER TABLE throttles DROP COLUMN locked_us"))
+    assert len(_differences(engine)) == 1
+
+
+def test_down_leaves_nothing_and_up_again_works(engine: Engine) -> None:
+    run.upgrade(engine)
+    run.downgrade(engine)
+    assert set(inspect(engine).get_table_names()) <= {"alembic_version"}
+    assert run.current(engine) is None
+    run.upgrade(engine)
+    assert _differences(engine) == []
+
+
+def test_upgrade_is_idempotent_and_keeps_rows(engine: Engine) -> None:
+    run.upgrade(engine)
+    with writing(engine) as connection:
+        connection.execute(text("INSERT INTO site (key, value) VALUES ('a', 'b')"))
+    run.upgrade(engine)
+    with reading(engine) as connection:
+        assert connection.execute(text("SELECT value FROM site")).scalar_one() == "b"
+
+
+def test_refuses_when_a_newer_program_made_the_database(engine: Engine) -> None:
+    run.upgrade(engine)
+    with writing(engine) as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '99_99'"))
+    with pytest.raises(Conflict) as caught:
+        run.upgrade(engine)
+    assert caught.value.code == "conflict.schema"
+    assert caught.value.next_step
+
+
+def test_refuses_half_an_upgrade(engine: Engine) -> None:
+    """A table in the way fails the step; nothing of the step stays."""
+    with writing(engine) as connection:
+        connection.execute(text("CREATE TABLE runs (id INTEGER)"))
+    with pytest.raises(Exception, match="runs"):
+        run.upgrade(engine)
+    assert set(inspect(engine).get_table_names()) <= {"runs"}
+
+
+def test_a_stranger_in_the_current_directory_is_not_imported(tmp_path: Path) -> None:
+    for name in ("policy", "audit", "control_plane", "migrations", "alembic", "env"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('stranger imported')\n")
+    open_engine(f"sqlite:///{tmp_path / 'c.db'}").dispose()
+    code = (
+        "import sys; from control_plane.store.db import open_engine; from migrations import run;"
+        f"e = open_engine('sqlite:///{tmp_path / 'c.db'}'); run.upgrade(e); print(run.current(e));"
+        "assert '' not in sys.path and '.' not in sys.path"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={"PATH": os.environ["PATH"]},
+    )
+    assert done.stdout.strip() == run.latest(), done.stderr
