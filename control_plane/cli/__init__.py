@@ -1,0 +1,1 @@
+from control_plane.cli.app import main as main

@@ -1,0 +1,150 @@
+"""`interlock down`: end the programs in order, then remove what a crash may have left: groups, mounts, files.
+
+Idempotent: what is gone already is not an error. Only what this site noted as its own is touched, and no
+folder is cleared while anything is still mounted below it.
+"""
+
+import os
+import shutil
+import subprocess
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from control_plane.cli import programs
+from control_plane.cli.invocation import Invocation, RuntimeOption, StateOption
+from control_plane.cli.programs import SUPERVISOR, Places
+from control_plane.cli.terminal import Terminal, fields, table
+from interlock.errors import NotConfirmed, Refusal
+from sandbox.cgroup import UNIFIED, Tree, own_tree
+
+_FILES = ("supervisor.sock", "stop-page", "stop-state.json", "join.json")
+_FOLDERS = ("deadlines", "runs")
+
+
+def tree_of(pid: int) -> Tree | None:
+    """Return the subtree of control groups that the supervisor `pid` runs in; None when it has none."""
+    proc = Path(f"/proc/{pid}")
+    with suppress(OSError, Refusal):
+        lines = [line.split(":", 2) for line in (proc / "cgroup").read_text().splitlines()]
+        inside = next(path for number, _, path in lines if number == "0")
+        parts = [p for p in inside.split("/") if p]
+        if len(parts) >= 2 and parts[-1] == "supervisor":
+            return own_tree(parts[-2], proc=proc)
+    return None
+
+
+def note_groups(places: Places) -> None:
+    """Store the supervisor's subtree in its pid file, for a `down` that comes after a crash."""
+    found = programs.running(places, SUPERVISOR)
+    tree = tree_of(found.pid) if found else None
+    if found is not None and tree is not None:
+        groups = {"name": tree.name, "own": tree.own}
+        replace(found, facts={**found.facts, "groups": groups}).write(places)
+
+
+def _noted_tree(places: Places) -> Tree | None:
+    found = programs.recorded(places, SUPERVISOR)
+    groups = found.facts.get("groups") if found else None
+    if not isinstance(groups, dict) or UNIFIED not in groups.get("own", {}):
+        return None
+    return Tree(str(groups["name"]), {str(k): str(v) for k, v in groups["own"].items()})
+
+
+def clear_groups(tree: Tree, *, wait_s: float = 5.0) -> int:
+    """Kill and remove every left-over group of `tree`; return how many there were.
+
+    Raises NotConfirmed (``not_confirmed.groups``) when something in one of them lives on.
+    """
+    groups = tree.groups()
+    until = time.monotonic() + wait_s
+    for group in groups:
+        while True:
+            with suppress(OSError):
+                group.thaw()
+            with suppress(OSError):
+                group.kill()
+            try:
+                group.remove()
+                break
+            except OSError:
+                if time.monotonic() > until:
+                    raise NotConfirmed(f"the group {group.id} cannot be removed", code="groups",
+                                       details={"pids": group.pids()},
+                                       next_step="python -I -m killswitch stop --all --reason leftover") from None
+                time.sleep(0.02)
+    with suppress(OSError):
+        tree.remove()
+    return len(groups)
+
+
+def mounts_below(folder: Path, table_file: Path = Path("/proc/self/mountinfo")) -> list[str]:
+    """Return the mount points below `folder`, deepest first."""
+    start = os.path.realpath(folder) + "/"
+    points = []
+    for line in table_file.read_text().splitlines():
+        point = line.split()[4].encode().decode("unicode_escape")  # \040 is how the kernel writes a space
+        if point.startswith(start):
+            points.append(point)
+    return sorted(points, key=len, reverse=True)
+
+
+def clear_mounts(folder: Path) -> int:
+    """Unmount what is mounted below `folder`; return how many. Raises NotConfirmed when one stays."""
+    points = mounts_below(folder)
+    for point in points:
+        if subprocess.run(["umount", point], capture_output=True, check=False).returncode != 0:
+            subprocess.run(["umount", "-l", point], capture_output=True, check=False)
+    left = mounts_below(folder)
+    if left:
+        raise NotConfirmed(f"{left[0]} cannot be unmounted", code="mounts", next_step=f"umount {left[0]}")
+    return len(points)
+
+
+def clear_files(places: Places) -> int:
+    """Remove the files of RUNTIME that a site makes; return how many entries went. Never across a mount."""
+    gone = 0
+    for name in _FOLDERS:
+        folder = places.runtime / name
+        if folder.is_dir() and not folder.is_symlink() and not mounts_below(places.runtime):
+            shutil.rmtree(folder)
+            gone += 1
+    files = [*(places.runtime / n for n in _FILES), *(places.pid_file(n) for n in programs.ENDING)]
+    for path in files:
+        with suppress(FileNotFoundError):
+            path.unlink()
+            gone += 1
+    with suppress(OSError):
+        places.runtime.rmdir()
+    return gone
+
+
+def take_down(places: Places, terminal: Terminal, *, patience_s: float = 20.0) -> dict[str, Any]:
+    """End everything and clear up; return what happened to each program."""
+    tree = _noted_tree(places)
+    ended = []
+    for name in programs.ENDING:
+        found = programs.running(places, name)
+        if found is None:
+            ended.append({"name": name, "pid": 0, "how": "was not running"})
+            continue
+        with terminal.wait(f"ends {name} (pid {found.pid})"):
+            how = programs.end(found, wait_s=patience_s)
+        ended.append({"name": name, "pid": found.pid, "how": how})
+    groups = clear_groups(tree) if tree is not None else 0
+    mounts = clear_mounts(places.runtime) if places.runtime.exists() else 0
+    files = clear_files(places) if places.runtime.exists() else 0
+    return {"state": str(places.state), "programs": ended, "groups": groups, "mounts": mounts, "files": files}
+
+
+def down(ctx: typer.Context, state_folder: StateOption = None, runtime: RuntimeOption = None) -> None:
+    """End all programs of this machine, kill their runs, remove groups, mounts and sockets. The state stays."""
+    here = Invocation.of(ctx)
+    report = take_down(Places.of(state_folder, runtime), here.terminal)
+    shown = [(p["name"], p["pid"] or None, p["how"]) for p in report["programs"]]
+    here.terminal.result(report, table("", ["program", "pid", "ended"], shown),
+                         fields({k: report[k] for k in ("groups", "mounts", "files")}))
