@@ -1,12 +1,10 @@
 """Datasets of a plan: host paths that may be bound read-only, and nothing else of the host.
 
-A path must lie within one of the node's `data_roots`. Symlinks are resolved by us once, then the result is
-opened component by component without following any, and the descriptor is what gets mounted: a swap
-between look and use changes nothing.
+A path must lie within one of the node's `data_roots`. Symlinks are resolved here once; sandbox/enter.py then
+opens the resolved path without following any and mounts that descriptor, so a swap in between is refused.
 """
 
 import os
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,26 +35,3 @@ def within(path: str, roots: Sequence[Path]) -> Path:
             next_step="put it below a data root, or start the node with --data-root",
         )
     return real
-
-
-def open_beneath(real: Path) -> int:
-    """Open a resolved path as an O_PATH descriptor, no component of it a symlink.
-
-    The caller closes it. Raises Unavailable (``unavailable.dataset``) when it is gone, changed into a
-    symlink, or neither a regular file nor a folder.
-    """
-    fd = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for part in real.parts[1:]:
-            step = os.open(part, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
-            os.close(fd)
-            fd = step
-            if stat.S_ISLNK(os.fstat(fd).st_mode):
-                raise OSError("a symlink")
-        mode = os.fstat(fd).st_mode
-        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-            raise OSError("neither a regular file nor a folder")
-    except OSError as error:
-        os.close(fd)
-        raise Unavailable(f"the dataset {real} cannot be opened: {error}", code="dataset") from None
-    return fd

@@ -1,0 +1,120 @@
+"""What this node may decide with: the active policy bundle and the entitlements, both signed, both with an age.
+
+The age counts from the moment at which the question was SENT (CLOCK_BOOTTIME), so a delayed answer makes
+nothing younger. It counts only when bundle and snapshot belong together: entitlements that name a newer bundle
+than the one in force here confirm nothing.
+"""
+
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from interlock.call import Call, Decision
+from interlock.canon import canonical
+from interlock.errors import Refusal
+from interlock.order import LaunchOrder
+from interlock.permit import boottime_ms
+from policy import bundle as bundles
+from policy import decide as deciding
+from policy import snapshot as snapshots
+from policy.facts import Facts
+from policy.rbac import Engine
+from runners.folders import Folders, put
+from runners.upstream import Upstream
+
+NEVER_MS = 2**52
+Keys = Mapping[str, Ed25519PublicKey]
+
+
+class Entitlements:
+    """Bundle, snapshot and their age. Thread-safe: `_lock` guards all three together.
+
+    Args: `grant_keys` and `signers` are asked at each use, since the pinned lists may change while we run.
+    """
+
+    def __init__(
+        self, found: Folders, upstream: Upstream, grant_keys: Callable[[], Keys], signers: Callable[[], Keys]
+    ) -> None:
+        self._upstream, self._grant_keys, self._signers = upstream, grant_keys, signers
+        self._kept: Path = found.shared / "bundle" / "active"
+        self._snapshot_file = found.shared / "snapshot.json"
+        self._lock = threading.Lock()
+        self._engine: Engine | None = None
+        self._snapshot: snapshots.Snapshot | None = None
+        self._confirmed_ms = -NEVER_MS
+        self._load()
+
+    def _load(self) -> None:
+        """Take up the last good bundle; it decides nothing until a snapshot confirms it."""
+        self._kept.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        if not self._kept.exists():
+            return
+        try:
+            kept = bundles.read(self._kept, self._signers(), None, stored=True)
+        except Refusal:
+            return  # its signer is not pinned any more, or it has expired: the next one must come whole
+        self._engine = Engine(kept)
+
+    @property
+    def version(self) -> int:
+        """Return the version of the bundle in force, 0 for none."""
+        return 0 if self._engine is None else self._engine.bundle.version
+
+    def refresh(self) -> None:
+        """Ask for entitlements, and for the bundle that they name when it is newer than ours.
+
+        Raises the refusal of whoever did not answer well; what was in force stays, and ages.
+        """
+        with self._lock:
+            nonce, sent_ms = secrets.token_hex(16), boottime_ms()
+            signed = self._upstream.snapshot(nonce)
+            found = snapshots.verify(signed, self._grant_keys(), nonce)
+            self._snapshot = found  # first: a person who was disabled must not wait for a bundle
+            put(self._snapshot_file, canonical(signed.as_json()), 0o644)
+            if found.bundle_version > self.version:
+                self._take_bundle()
+            if found.bundle_version == self.version:
+                self._confirmed_ms = sent_ms
+
+    def _take_bundle(self) -> None:
+        active = None if self._engine is None else self._engine.bundle
+        _, archive = self._upstream.bundle()
+        fresh = bundles.read(archive, self._signers(), active)
+        put(self._kept, fresh.archive, 0o644)
+        self._engine = Engine(fresh)
+
+    def age_ms(self) -> int:
+        """Return milliseconds since the last confirmed question was sent."""
+        return min(NEVER_MS, boottime_ms() - self._confirmed_ms)
+
+    def decide(self, call: Call, facts: Facts) -> Decision:
+        """Decide by the bundle in force; without one everything of a run is denied."""
+        return deciding.decide(self._engine, call, facts)
+
+    def facts(self, order: LaunchOrder) -> Facts:
+        """Return what is known of the person behind a launch order.
+
+        Roles and programmes come from the snapshot, never from the order; the second factor and the approvals
+        were seen by the control plane and come in the order that it signed.
+        """
+        labels, told = order.labels, order.facts
+        snapshot = self._snapshot
+        roles = frozenset[str]() if snapshot is None else snapshot.roles_of(labels.owner, labels.tenant)
+        programmes = frozenset[str]() if snapshot is None else snapshot.programmes_of(labels.owner)
+        age, bound = told.get("mfa_age_ms"), told.get("mfa_bound")
+        approvals = _approvals(told.get("approvals"), labels.owner)
+        return Facts(
+            roles=roles, programmes=programmes, bundle_age_ms=self.age_ms(), own=told.get("own") is True,
+            mfa_age_ms=age if isinstance(age, int) and not isinstance(age, bool) else None,
+            mfa_bound=bound if isinstance(bound, str) else "", approvals=approvals,
+        )
+
+
+def _approvals(told: object, owner: str) -> int:
+    """Return how many other persons approved: a count, or a list of persons without the owner and doubles."""
+    if isinstance(told, list):
+        return len({p for p in told if isinstance(p, str)} - {owner})
+    return told if isinstance(told, int) and not isinstance(told, bool) and told >= 0 else 0

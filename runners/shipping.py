@@ -1,0 +1,85 @@
+"""Records and high-water marks from this host to the ledger.
+
+Records are durable here before anything is permitted; shipping them is repetition until the ledger says that it
+has them. The marks, signed by the node key, say how far each stream had grown: a record that vanishes between
+here and the ledger leaves a mark that nothing fills.
+"""
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from audit.spool import ack, marks, unshipped
+from interlock.canon import canonical
+from interlock.errors import Refusal
+from interlock.permit import boottime_ms
+from runners.upstream import Upstream
+
+LOOK_S = 0.25
+MARK_EVERY_MS = 5_000
+
+
+def ship_records(folder: Path, upstream: Upstream) -> int:
+    """Send what `folder` holds beyond the last acknowledgement; returns how many records arrived.
+
+    Raises the refusal of the control plane, or NotRecorded when the spool cannot be read.
+    """
+    sent = 0
+    for shipment in unshipped(folder):
+        reached = upstream.spool(shipment.stream, shipment.records)
+        ack(folder, shipment.stream, reached)
+        sent += max(0, reached - shipment.first)
+    return sent
+
+
+def mark_bytes(folders: Sequence[Path], boot_id: str) -> tuple[bytes, bytes]:
+    """Return the canonical bytes of the marks of all streams, and of the streams alone (to see a change)."""
+    rows = [
+        {"stream": stream, "seq": seq, "hash": digest}
+        for folder in folders if folder.is_dir() for stream, seq, digest in marks(folder)
+    ]
+    return canonical({"streams": rows, "boot_id": boot_id, "at_ms": boottime_ms()}), canonical(rows)
+
+
+class Shipper(threading.Thread):
+    """Ships every quarter of a second while there is something, marks when a stream grew and each 5 s.
+
+    `failed` is the last refusal, None while it goes well. The control plane being away is no fault here.
+    """
+
+    def __init__(self, folders: Sequence[Path], upstream: Upstream, boot_id: str) -> None:
+        super().__init__(name="shipper", daemon=True)
+        self._folders, self._upstream, self._boot_id = tuple(folders), upstream, boot_id
+        self._end = threading.Event()
+        self._marked, self._marked_ms = b"", 0
+        self.failed: Refusal | None = None
+
+    def run(self) -> None:
+        """Ship until `end`."""
+        while not self._end.wait(LOOK_S):
+            self.turn()
+
+    def turn(self) -> None:
+        """Ship once; a refusal waits for the next turn."""
+        try:
+            for folder in self._folders:
+                while folder.is_dir() and ship_records(folder, self._upstream):
+                    continue
+            self._mark()
+            self.failed = None
+        except Refusal as refusal:
+            self.failed = refusal
+            self._end.wait(1.0)
+
+    def _mark(self) -> None:
+        body, streams = mark_bytes(self._folders, self._boot_id)
+        if streams == self._marked and boottime_ms() - self._marked_ms < MARK_EVERY_MS:
+            return
+        self._upstream.marks(body)
+        self._marked, self._marked_ms = streams, boottime_ms()
+
+    def end(self) -> None:
+        """Stop, after one more turn for the closing records."""
+        self._end.set()
+        self.join()
+        self.turn()
