@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 _NEWNS = 0x00020000
 _NOSUID, _NODEV, _NOEXEC, _BIND, _REC, _PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
+_DETACH, _NOFOLLOW = 2, 8
 _OPENAT2, _NO_MAGIC, _NO_SYMLINKS = 437, 2, 4
 _NO_NEW_PRIVS = 38
 _MAX_ENTRIES = 200_000
@@ -113,11 +114,22 @@ def _text(content: str, target: str) -> None:
     os.chmod(target, 0o444)
 
 
+def _forget(runs: str, own: str) -> None:
+    """Let go of the disks of other runs: bubblewrap's outer process keeps this namespace for the life of the
+    run and would hold their memory."""
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+        points = [line.split()[4] for line in file]
+    for point in points:
+        if point.startswith(runs + "/") and point != own:
+            _libc.umount2(os.fsencode(point), _DETACH | _NOFOLLOW)
+
+
 def _sources(spec: dict[str, Any]) -> None:
     folder, rows = spec["sources_at"], spec["sources"]
     _checked(_libc.unshare(_NEWNS), "unshare mounts")
     _mount("none", "/", "", _REC | _PRIVATE)
     disk = _open(spec["disk"])
+    _forget(os.path.dirname(os.path.dirname(spec["disk"])), spec["disk"])
     # All are opened before the next mount covers the place where some of them lie.
     opened = {i: _open(row["source"]) for i, row in enumerate(rows) if row["kind"] in ("ro", "rw", "socket")}
     _mount("tmpfs", os.path.dirname(folder), "tmpfs", _NOSUID | _NODEV | _NOEXEC, "mode=0755,size=1m")
