@@ -128,7 +128,7 @@ def _become_workload(spec: dict[str, Any], landlock: dict[str, Any]) -> NoReturn
         os.dup2(1, 2)
         os.closerange(3, 1 << 16)
         os.umask(0o022)
-        landlock["restrict"](spec["writable"], spec["landlock"])
+        landlock["restrict"](spec["writable"], spec["landlock"], spec["tcp"])
     except OSError as error:
         os.write(2, f"interlock: the run cannot be confined: {error}\n".encode())
         os._exit(126)

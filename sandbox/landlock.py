@@ -54,18 +54,19 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
         os.close(fd)
 
 
-def restrict(writable: list[str], minimum: int) -> int:
+def restrict(writable: list[str], minimum: int, tcp: bool = False) -> int:
     """Restrict the calling thread for good: read and execute everywhere, write below `writable`, use of
-    devices in /dev, no TCP, no signals or abstract sockets to the outside where the kernel knows them.
+    devices in /dev, no TCP unless `tcp`, no signals or abstract sockets to the outside, each where the kernel
+    knows it.
 
     Returns the ABI in force; raises OSError when the kernel has less than `minimum`. Needs no_new_privs.
     """
     version = abi()
     if version < max(1, minimum):
         raise OSError(95, f"landlock ABI {version} is below {minimum}")
-    files, tcp, scopes = handled(version)
+    files, ports, scopes = handled(version)
     size = 8 if version < 4 else 16 if version < 6 else 24
-    attributes = struct.pack("=QQQ", files, tcp, scopes)[:size]
+    attributes = struct.pack("=QQQ", files, 0 if tcp else ports, scopes)[:size]
     ruleset = _call(_CREATE, attributes, ctypes.c_size_t(size), ctypes.c_uint32(0))
     try:
         _allow(ruleset, "/", files & (EXECUTE | READ_FILE | READ_DIR))

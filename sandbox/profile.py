@@ -76,7 +76,8 @@ class Bounds:
 class Shape:
     """A named kind of isolation. `landlock` is the lowest ABI, `syscalls` the set of refused calls,
     `protected` the names masked in the workspace, `swap` whether pages may reach a disk, `largest` the
-    ceiling of a run's limits. Network and terminal are always ``none``."""
+    ceiling of a run's limits, `tcp` whether a run may talk to itself by TCP. Network and terminal are always
+    ``none``."""
 
     name: str
     largest: Bounds
@@ -84,13 +85,14 @@ class Shape:
     landlock: int = 1
     protected: tuple[str, ...] = PROTECTED
     swap: bool = True
+    tcp: bool = True
 
     def as_json(self) -> dict[str, Any]:
         """Return the canonical JSON object."""
         return {
             "name": self.name, "largest": self.largest.as_json(), "syscalls": self.syscalls,
-            "landlock": self.landlock, "protected": list(self.protected), "swap": self.swap, "net": "none",
-            "terminal": "none",
+            "landlock": self.landlock, "protected": list(self.protected), "swap": self.swap, "tcp": self.tcp,
+            "net": "none", "terminal": "none",
         }
 
     def digest(self) -> str:
@@ -102,7 +104,8 @@ STANDARD = Shape(
     "standard", Bounds(4096, 1 << 20, 30 * 86_400, 1 << 20, MAX_INODES, 1024, 65_536), "standard"
 )
 STRICT = Shape(
-    "strict", Bounds(2048, 1 << 20, 30 * 86_400, 1 << 19, MAX_INODES, 256, 16_384), "strict", swap=False
+    "strict", Bounds(2048, 1 << 20, 30 * 86_400, 1 << 19, MAX_INODES, 256, 16_384), "strict", swap=False,
+    tcp=False,
 )
 SHAPES = {s.name: s for s in (STANDARD, STRICT)}
 

@@ -153,7 +153,7 @@ def enter_spec(spec: StartSpec, argv: Sequence[str], pass_fds: Sequence[int]) ->
     """Return what enter.py is told; pure."""
     profile = spec.profile
     rows = [
-        {**m.as_json(), "system": m.target == "/usr" or m.source == m.target}
+        {**m.as_json(), "system": m.source == m.target}
         for m in (*profile.mounts, *profile.sockets)
     ]
     return {
@@ -169,7 +169,7 @@ def _init_spec(spec: StartSpec, pipe: int, report: int, page: int) -> bytes:
     return json.dumps({
         "pipe": pipe, "report": report, "page": page, "argv": list(spec.argv),
         "cpu_seconds": profile.bounds.cpu_seconds, "landlock": profile.shape.landlock,
-        "writable": [WORK, TMP, SHM],
+        "writable": [WORK, TMP, SHM], "tcp": profile.shape.tcp,
     }).encode()
 
 
@@ -270,10 +270,29 @@ def seccomp_digest(profile: Profile) -> str:
     return digest({"program": seccomp.program(profile).hex()})
 
 
+_no_socket_in: set[str] = set()
+
+
+def _refuse_sockets(profile: Profile) -> None:
+    """With AF_UNIX open, no bind may hold a socket: a read-only bind does not stop connect().
+
+    The host's own trees are walked once a process (0.3 s); enter.py walks the run's own at each start.
+    """
+    for mount in profile.mounts if profile.sockets else ():
+        if mount.kind != "ro" or mount.source != mount.target or mount.source in _no_socket_in:
+            continue
+        for place, _, names in os.walk(mount.source):
+            for name in names:
+                if stat.S_ISSOCK(os.lstat(f"{place}/{name}").st_mode):
+                    raise _missing("source", f"{place}/{name} is a unix socket in a folder that every run sees")
+        _no_socket_in.add(mount.source)
+
+
 def _refuse_before(spec: StartSpec) -> None:
     layers.require(spec.profile)
     if spec.profile.uid in uids.in_use():
         raise _missing("uid", f"uid {spec.profile.uid} is in use")
+    _refuse_sockets(spec.profile)
     page = os.stat(spec.deadline_page)
     if page.st_size != 4096 or not stat.S_ISREG(page.st_mode):
         raise _missing("deadline_page", "the deadline page is not 4096 bytes")

@@ -36,6 +36,21 @@ def write_page(path: Path, life_s: float) -> None:
         os.close(fd)
 
 
+def read_output(fd: int, timeout_s: float, until: bytes | None = None, before: bytes = b"") -> bytes:
+    """Return what comes out of `fd`: to its end, to `until` (also in `before` plus it), or for `timeout_s`
+    seconds; at most 1 MiB."""
+    end, new = time.monotonic() + timeout_s, b""
+    while len(new) < 1 << 20 and (until is None or until not in before + new):
+        left = end - time.monotonic()
+        if left <= 0 or not select.select([fd], [], [], left)[0]:
+            break
+        data = os.read(fd, 65_536)
+        if not data:
+            break
+        new += data
+    return new
+
+
 @dataclass
 class Trial:
     """A blocked or running trial. `group` and `disk` are its own."""
@@ -52,15 +67,7 @@ class Trial:
 
     def read(self, timeout_s: float, until: bytes | None = None) -> bytes:
         """Return the output so far: to its end, to `until`, or for at most `timeout_s` seconds."""
-        end = time.monotonic() + timeout_s
-        while until is None or until not in self.seen:
-            left = end - time.monotonic()
-            if left <= 0 or not select.select([self.started.output_fd], [], [], left)[0]:
-                break
-            data = os.read(self.started.output_fd, 65_536)
-            if not data:
-                break
-            self.seen = (self.seen + data)[: 1 << 20]
+        self.seen += read_output(self.started.output_fd, timeout_s, until, self.seen)
         return self.seen
 
     def run(self, timeout_s: float) -> tuple[bytes, dict[str, Any] | None]:
