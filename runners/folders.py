@@ -38,6 +38,11 @@ class Folders:
         return self.state / "broker" / "spool"
 
     @property
+    def work(self) -> Path:
+        """One folder for each attempt until all of it was delivered."""
+        return self.node / "work"
+
+    @property
     def page(self) -> Path:
         """The stop page that the supervisor rewrites."""
         return self.runtime / "stop-page"
@@ -69,7 +74,8 @@ def folders(state: str | None, runtime: str | None) -> Folders:
     found = Path(state) if state else _default_state()
     root_default = found == Path("/var/lib/interlock") and os.geteuid() == 0
     run = Path(runtime) if runtime else Path("/run/interlock") if root_default else found / "run"
-    both = Folders(Path(os.path.abspath(found)), Path(os.path.abspath(run)))
+    # resolved once: the sandbox opens its sources without following symlinks
+    both = Folders(Path(os.path.realpath(found)), Path(os.path.realpath(run)))
     # the longest socket path is that of a run: run_<32 hex>.<attempt up to 10000>
     if len(os.fsencode(both.run("run_" + "0" * 32, 10_000) / "guest.sock")) > _SOCKET_LIMIT:
         raise Usage(

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from interlock.errors import Refusal
+from interlock.errors import Malformed
 
 CHUNK = 256 * 1024
 
@@ -53,7 +53,8 @@ class Outlet(threading.Thread):
 def ship(path: Path, offset: int, send: Callable[[int, bytes], int]) -> int:
     """Send what lies in `path` beyond `offset`; returns the offset that the receiver expects next.
 
-    `send(offset, data)` returns the next offset; repeating the same offset is safe there. Raises its Refusal.
+    `send(offset, data)` returns the next offset; repeating the same offset is safe there. Raises its Refusal,
+    or Malformed when it does not move on.
     """
     try:
         source = path.open("rb")
@@ -65,18 +66,7 @@ def ship(path: Path, offset: int, send: Callable[[int, bytes], int]) -> int:
             data = source.read(CHUNK)
             if not data:
                 return offset
-            offset = send(offset, data)
-
-
-def ship_quietly(path: Path, offset: int, send: Callable[[int, bytes], int]) -> int:
-    """Like `ship`, but a refusal (the control plane is away) keeps the offset for the next try."""
-    reached = [offset]
-
-    def remember(at: int, data: bytes) -> int:
-        reached[0] = send(at, data)
-        return reached[0]
-
-    try:
-        return ship(path, offset, remember)
-    except Refusal:
-        return reached[0]
+            reached = send(offset, data)
+            if reached <= offset:
+                raise Malformed("the receiver of the output makes no progress", code="answer")
+            offset = reached

@@ -1,0 +1,93 @@
+"""`python -I -m runners join FILE | serve | trust-signer PUB.json`, as root (docs/decisions/0001-seams.md §2)."""
+
+import argparse
+import json
+import signal
+import sys
+from pathlib import Path
+
+from interlock import origin
+from interlock.errors import Refusal
+
+PACKAGES = ("runners", "sandbox", "killswitch", "policy", "audit")
+
+
+def _words() -> argparse.ArgumentParser:
+    words = argparse.ArgumentParser(prog="python -I -m runners", description="The node of a site.")
+    orders = words.add_subparsers(dest="order", required=True)
+    join = orders.add_parser("join", help="make this host a node of the site that the join file names")
+    join.add_argument("file", type=Path)
+    serve = orders.add_parser("serve", help="take launch orders, until SIGTERM")
+    serve.add_argument("--data-root", action="append", default=[], help="folder whose content plans may read")
+    serve.add_argument("--broker-user", default="interlock-broker", help="user name or uid of the broker")
+    signer = orders.add_parser("trust-signer", help="pin a bundle signer for this node, by local root only")
+    signer.add_argument("public", type=Path)
+    broker = orders.add_parser("broker", help=argparse.SUPPRESS)
+    broker.add_argument("--node", required=True)
+    broker.add_argument("--control", required=True, type=int)
+    broker.add_argument("--key", required=True, type=int)
+    for each in (join, serve, signer, broker):
+        each.add_argument("--state")
+        each.add_argument("--runtime")
+    return words
+
+
+def _serve(given: argparse.Namespace) -> None:
+    from runners import broker_line, dataset
+    from runners.folders import folders, require_joined, require_root
+    from runners.node import Node, say
+
+    require_root()
+    found = folders(given.state, given.runtime)
+    require_joined(found)
+    roots = dataset.data_roots(given.data_root)
+    broker_line.broker_ids(given.broker_user)
+    node = Node(found, roots, given.broker_user)
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: node.end())
+        say(node.start())
+        node.serve()
+    finally:
+        node.close()
+
+
+def _join(given: argparse.Namespace) -> None:
+    from runners.folders import folders
+    from runners.join import join
+
+    found = folders(given.state, given.runtime)
+    print(json.dumps({"joined": join(given.file, found), "state": str(found.state)}))
+
+
+def _trust_signer(given: argparse.Namespace) -> None:
+    from runners.folders import folders, require_joined, require_root
+    from runners.pinned import pin_signer
+
+    require_root()
+    found = folders(given.state, given.runtime)
+    require_joined(found)
+    print(json.dumps({"trusted": pin_signer(found, given.public)}))
+
+
+def _broker(given: argparse.Namespace) -> None:
+    from runners.broker import serve
+
+    serve(given.state, given.runtime, given.node, given.control, given.key)
+
+
+def main(argv: list[str]) -> int:
+    """Carry out one command; a refusal is one JSON line on stderr and status 1."""
+    given = _words().parse_args(argv)
+    orders = {"join": _join, "serve": _serve, "trust-signer": _trust_signer, "broker": _broker}
+    try:
+        origin.check(*PACKAGES)
+        orders[given.order](given)
+    except Refusal as refusal:
+        print(json.dumps({"error": refusal.as_json()}), file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

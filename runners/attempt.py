@@ -1,0 +1,210 @@
+"""One attempt, from its launch order to the last byte of its outcome. Blocking; one thread each.
+
+In this order, and every step can end it:
+1. code files fetched and verified, entitlements asked anew
+2. intent recorded, then the gate: a permit for the launch and one for each dataset
+3. supervisor ADMIT: it owns the group, the deadline and the lease
+4. sandbox started, blocked; the broker told; the start recorded
+5. supervisor SPAWNED: it alone writes GO, we close our end of the pipe
+6. output shipped while it runs; the third watcher looks at the deadline
+7. supervisor ENDED: its proof of death comes before anything is collected or any uid used again
+"""
+
+import os
+import select
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from interlock.errors import Refusal
+from interlock.event import EventType
+from interlock.order import LaunchOrder, Result
+from interlock.signed import Signed
+from runners import admission, collector, launch
+from runners.courier import FILES, OUTPUT, Courier
+from runners.deadline import Watched
+from runners.folders import put
+from runners.launch import Launched
+from runners.outlet import Outlet
+from runners.station import Station
+from sandbox.cgroup import Group
+
+DRAIN_S = 5.0
+LOOK_S = 0.25
+
+
+@dataclass
+class Outcome:
+    """How it ended. `exit` or `signal` of the command when it ended by itself; `why` the supervisor's word."""
+
+    exit: int | None = None
+    signal: int | None = None
+    result: str = Result.NOT_CONFIRMED.value
+    why: str = ""
+    truncated_bytes: int = 0
+    output_bytes: int = 0
+    files: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[dict[str, str]] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the `outcome` of the last state report."""
+        return {
+            "exit": self.exit, "signal": self.signal, "timed_out": self.why == "lease",
+            "truncated_bytes": self.truncated_bytes, "result": self.result, "why": self.why,
+        }
+
+
+class Attempt:
+    """Carries out one launch order whose id was already spent."""
+
+    def __init__(self, station: Station, signed: Signed, order: LaunchOrder, courier: Courier) -> None:
+        self._station, self._signed, self._order, self._courier = station, signed, order, courier
+        self._stopping = threading.Event()
+
+    def carry_out(self) -> None:
+        """Do all of it; a refusal is recorded and reported, never raised."""
+        try:
+            group, page, permits, code = self._admit()
+        except Refusal as refusal:
+            self._refused(refusal)
+            return
+        self._courier.tell({"state": "admitted"})
+        try:
+            launched = self._start(group, page, permits, code)
+        except Refusal as refusal:
+            self._ended()
+            self._refused(refusal)
+            return
+        outcome = self._accompany(launched)
+        self._settle(launched, outcome)
+
+    # --- before GO --------------------------------------------------------------------------------------
+
+    def _admit(self) -> tuple[Group, Path, admission.Admitted, str]:
+        station, order = self._station, self._order
+        code = launch.fetch_code(station, order, self._courier.folder)
+        with suppress(Refusal):  # the control plane may be away; the age of what we have decides
+            station.entitlements.refresh()
+        plan = order.plan.digest()
+        station.record(EventType.RUN_INTENT, order, {"launch": order.id, "plan": plan, "tier": order.plan.tier.value})
+        permits = admission.ask(station, order)
+        reply = station.supervisor.ask("admit", launch=self._signed.as_json())
+        group = Group(f"{order.run}.{order.attempt}", {str(k): str(v) for k, v in reply["groups"].items()})
+        return group, Path(str(reply["deadline_page"])), permits, code
+
+    def _start(self, group: Group, page: Path, permits: admission.Admitted, code: str) -> Launched:
+        """Start the sandbox and hand it to the supervisor; on a refusal nothing of it is left."""
+        station, order = self._station, self._order
+        launched = launch.start(permits, order, station, group, page, code)
+        started = launched.started
+        try:
+            if launched.listener is not None:
+                station.broker().open(order, permits.launch, launched.uid, launched.listener)
+                launched.close_listener()
+            station.record(EventType.RUN_STARTED, order, {
+                "profile": launched.profile.digest(), "effective": started.effective_digest, "uid": launched.uid,
+                "record": permits.launch.record,
+            })
+            watched = Watched(page, group.thaw, os.dup(started.init_pidfd))
+            station.watcher.watch(order.run, order.attempt, watched)
+            fds = (started.init_pidfd, started.pipe_write_fd)
+            station.supervisor.ask("spawned", fds=fds, run=order.run, attempt=order.attempt)
+            started.release_pipe()
+        except BaseException:
+            started.kill()
+            self._take_away(launched, self._ended()[0])
+            raise
+        return launched
+
+    def _refused(self, refusal: Refusal) -> None:
+        error = refusal.as_json()
+        with suppress(Refusal):
+            self._station.record(EventType.RUN_REFUSED, self._order, {"code": refusal.code, "message": refusal.message})
+        self._courier.finish({"state": "refused", "error": error})
+
+    # --- while it runs ----------------------------------------------------------------------------------
+
+    def _accompany(self, launched: Launched) -> Outcome:
+        """Ship output and wait until run init has exited; returns what it said."""
+        started, outcome = launched.started, Outcome()
+        limit = self._order.plan.output_mb << 20
+        outlet = Outlet(os.dup(started.output_fd), self._courier.folder / OUTPUT, limit, self._courier.grown)
+        outlet.start()
+        gone = False
+        while not gone:
+            ready, _, _ = select.select([started.report.fd, started.init_pidfd], [], [], LOOK_S)
+            gone = started.init_pidfd in ready
+            self._hear(started.report.next(0.0) if started.report.fd in ready else None, outcome, gone)
+        while (line := started.report.next(0.0)) is not None:
+            self._hear(line, outcome, True)
+        started.process.wait()
+        outcome.result, outcome.why = self._ended()
+        outlet.join(DRAIN_S)
+        outcome.truncated_bytes, outcome.output_bytes = outlet.truncated, outlet.written
+        return outcome
+
+    def _hear(self, line: dict[str, Any] | None, outcome: Outcome, gone: bool) -> None:
+        if line is None:
+            if not gone:
+                time.sleep(0.01)  # the report has ended, run init is about to
+            return
+        if "go" in line:
+            self._courier.tell({"state": "live"})
+        elif "exit" in line:
+            outcome.exit = int(line["exit"])
+        elif "signal" in line:
+            outcome.signal = int(line["signal"])
+
+    def _ended(self) -> tuple[str, str]:
+        """Ask the supervisor for its proof; returns result and why. No answer is no proof."""
+        run, attempt = self._order.run, self._order.attempt
+        try:
+            reply = self._station.supervisor.ask("ended", run=run, attempt=attempt)
+        except Refusal as refusal:
+            return Result.NOT_CONFIRMED.value, refusal.code
+        return str(reply["result"]), str(reply.get("why") or "ended")
+
+    # --- after it ---------------------------------------------------------------------------------------
+
+    def _settle(self, launched: Launched, outcome: Outcome) -> None:
+        """Collect, clean, record, and leave the rest to the courier."""
+        by_itself = outcome.exit is not None or outcome.signal is not None
+        if by_itself and outcome.why == "ended" and outcome.result == Result.CONFIRMED.value:
+            self._collect(launched, outcome)  # what a stop or a lost lease ended keeps its files to itself
+        self._take_away(launched, outcome.result)
+        facts = {**outcome.as_json(), "output_bytes": outcome.output_bytes, "files": outcome.files,
+                 "skipped": outcome.skipped}
+        final: dict[str, Any] = {"state": "ended", "outcome": outcome.as_json()}
+        try:
+            self._station.record(EventType.RUN_ENDED, self._order, facts)
+        except Refusal as refusal:
+            final["error"] = refusal.as_json()
+        self._courier.finish(final)
+
+    def _collect(self, launched: Launched, outcome: Outcome) -> None:
+        launched.disk.tidy(launched.profile)
+        harvest = collector.collect(launched.disk.work, self._order.plan.output_mb << 20)
+        folder = self._courier.folder / FILES
+        folder.mkdir(mode=0o700, exist_ok=True)
+        for file in harvest.files:
+            put(folder / file.name, file.data, 0o600)
+            outcome.files.append({"name": file.name, "digest": file.digest, "bytes": len(file.data)})
+        outcome.skipped = [{"name": n, "why": w} for n, w in harvest.skipped]
+
+    def _take_away(self, launched: Launched, result: str) -> None:
+        """Remove socket, mounts and descriptors; the uid is used again only after proof."""
+        run, attempt = self._order.run, self._order.attempt
+        self._station.watcher.forget(run, attempt)
+        if launched.profile.sockets:
+            self._station.broker().close(run, attempt)
+        launched.close_listener()
+        launched.started.close()
+        if launched.started.process.poll() is None:
+            launched.started.process.kill()
+            launched.started.process.wait()
+        launched.disk.remove()
+        if result == Result.CONFIRMED.value:
+            self._station.pool.release(launched.uid)

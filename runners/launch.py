@@ -1,0 +1,127 @@
+"""The effect behind the permit: one sandbox, blocked until the supervisor says GO.
+
+Everything slow (code files, disk, uid) is done first; the permit and the stop epoch are looked at right before
+the sandbox starts. What fails tears down what it made.
+"""
+
+import re
+import socket
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from interlock.call import Action
+from interlock.canon import digest_bytes
+from interlock.errors import Malformed, Untrusted
+from interlock.leash import RUN_ENV
+from interlock.order import Dataset, LaunchOrder, Plan
+from runners.admission import Admitted, action_of, dataset_of, resource_of
+from runners.broker_line import doorway
+from runners.dataset import within
+from runners.folders import put
+from runners.station import Station
+from sandbox import work
+from sandbox.cgroup import Group
+from sandbox.profile import Profile, for_plan
+from sandbox.start import Started, StartSpec
+from sandbox.start import start as start_sandbox
+
+_DIGEST = re.compile(r"^sha256:[0-9a-f]{64}$")
+
+
+@dataclass
+class Launched:
+    """A sandbox that waits for GO, and what must be taken away after it. `listener` is None without guest."""
+
+    started: Started
+    profile: Profile
+    disk: work.Disk
+    uid: int
+    group: Group
+    listener: socket.socket | None
+
+    def close_listener(self) -> None:
+        """Close our copy of the guest socket: the broker alone accepts."""
+        if self.listener is not None:
+            self.listener.close()
+            self.listener = None
+
+
+def fetch_code(station: Station, order: LaunchOrder, folder: Path) -> str:
+    """Put the code files of the plan into `folder`/code, each with the digest that the plan names.
+
+    Returns the folder's path, or an empty text when the plan has none. Raises Untrusted, Malformed, Unavailable.
+    """
+    if not order.plan.code:
+        return ""
+    place = folder / "code"
+    place.mkdir(mode=0o755)
+    place.chmod(0o755)
+    for name, digest in order.plan.code:
+        put(place / name, _code_bytes(station, digest), 0o444)
+    return str(place)
+
+
+def _code_bytes(station: Station, digest: str) -> bytes:
+    if not _DIGEST.match(digest):
+        raise Malformed("a code file is named by sha256: and 64 hex digits", code="digest")
+    kept = station.folders.node / "code" / digest.removeprefix("sha256:")
+    if kept.exists():
+        data = kept.read_bytes()
+        if digest_bytes(data) == digest:
+            return data
+        kept.unlink()  # it rotted on disk: fetch it again
+    data = station.upstream.code(digest)
+    if digest_bytes(data) != digest:
+        raise Untrusted("a code file does not have the digest of the plan", code="digest")
+    put(kept, data, 0o600)
+    return data
+
+
+def _resolved(station: Station, order: LaunchOrder) -> Plan:
+    """Return the plan with dataset paths as they are on this host; raises Denied (``denied.data_root``)."""
+    found = tuple(Dataset(d.name, str(within(d.path, station.roots))) for d in order.plan.datasets)
+    return replace(order.plan, datasets=found)
+
+
+def check(permits: Admitted, order: LaunchOrder, epoch: int) -> None:
+    """Refuse right before the effect: every permit is for this, alive, and no stop came in between.
+
+    Raises Untrusted (``untrusted.permit``) or Halted (``stopped.epoch``).
+    """
+    permits.launch.check(action_of(order), resource_of(order).path, epoch=epoch)
+    for dataset in order.plan.datasets:
+        permit = permits.data.get(dataset.name)
+        if permit is None:
+            raise Untrusted("a dataset has no permit", code="permit")
+        permit.check(Action.READ_DATA, dataset_of(order, dataset).path, epoch=epoch)
+
+
+def start(permit: Admitted, order: LaunchOrder, station: Station, group: Group, page: Path, code: str) -> Launched:
+    """Start one attempt in `group` under a uid of its own; it waits for GO.
+
+    Args: `permit` of the gate, checked here; `page` the attempt's deadline page; `code` the folder of
+    `fetch_code`. Raises Untrusted, Halted, Denied, LayerMissing, Conflict; then nothing is left behind.
+    """
+    plan = _resolved(station, order)
+    folder = station.folders.run(order.run, order.attempt)
+    uid = station.pool.take()
+    disk: work.Disk | None = None
+    listener: socket.socket | None = None
+    try:
+        broker = str(folder / "guest.sock") if plan.guest else ""
+        names = ((RUN_ENV, order.run), ("INTERLOCK_ATTEMPT", str(order.attempt)))
+        profile = for_plan(plan, uid, station.host, code=code, broker=broker, env=names)
+        station.require_probed(profile)
+        disk = work.mount(station.folders.runtime, folder.name, profile)
+        if plan.guest:
+            listener = doorway(folder, uid)
+        spec = StartSpec(profile, plan.argv, group, page, disk)
+        check(permit, order, station.page.epoch())
+        return Launched(start_sandbox(spec), profile, disk, uid, group, listener)
+    except BaseException:
+        if listener is not None:
+            listener.close()
+        if disk is not None:
+            disk.remove()
+        station.pool.release(uid)
+        raise

@@ -1,0 +1,268 @@
+"""The launcher: takes launch orders, carries each out in a thread of its own, and ends cleanly.
+
+Joined here: the parts of a Station. No listener of its own; it asks the control plane, and it speaks to the
+supervisor and the broker on this host.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from audit.spool import Spool
+from interlock.errors import Conflict, Refusal, Unavailable
+from interlock.event import Event, EventType
+from interlock.order import LaunchOrder, Result
+from interlock.signed import Signed
+from killswitch.client import Supervisor
+from killswitch.page import StopPage
+from killswitch.store import boot_id
+from runners import courier, launch_order
+from runners.attempt import Attempt
+from runners.broker_line import BrokerLine
+from runners.courier import FINAL, Courier
+from runners.deadline import Watcher
+from runners.entitlements import Entitlements
+from runners.folders import Folders
+from runners.keeper import Chore, Keeper
+from runners.pinned import Pinned
+from runners.relay import Relay
+from runners.shipping import Shipper
+from runners.station import Station
+from runners.survey import Survey
+from runners.upstream import Upstream
+from sandbox import layers, uids, work
+
+SUPERVISOR_S = 10.0
+POLL_S = 10
+END_S = 15.0
+
+
+class Node:
+    """One node program. `start`, then `serve` until `end` from a signal handler, then `close`."""
+
+    def __init__(self, found: Folders, roots: Sequence[Path], broker_user: str) -> None:
+        self.folders = found
+        self._lock = _hold(found)
+        self._user = broker_user
+        self._ending = threading.Event()
+        self._taken: set[str] = set()
+        self._threads: list[threading.Thread] = []
+        self._couriers: list[Courier] = []
+        self.upstream = Upstream(found)
+        self.supervisor = Supervisor(found.socket)
+        _await_supervisor(self.supervisor)
+        self.spool = Spool(found.node / "spool", self.upstream.node, "launcher")
+        self.used = launch_order.UsedOrders(found.node / "used-orders")
+        self.pinned = Pinned(found)
+        pool = uids.Pool()
+        self.survey = Survey(layers.this_host(), found, roots, pool)
+        self.watcher = Watcher()
+        self.shipper = Shipper((found.node / "spool", found.broker_spool), self.upstream, boot_id())
+        self.relay = Relay(self.supervisor, self.upstream)
+        self.entitlements = Entitlements(found, self.upstream, self.pinned.grant_keys, self.pinned.signers)
+        self._broker: BrokerLine | None = None
+        self.station = Station(
+            found, self.upstream.node, self.upstream, self.supervisor, StopPage(found.page, found.stop_state),
+            self.spool, self.entitlements, pool, self.survey.host, tuple(roots), self.watcher, self.broker,
+            self.survey.require,
+        )
+        self.keeper = Keeper([
+            Chore("entitlements", 2_000, self.entitlements.refresh),
+            Chore("certificate", 60_000, self.upstream.renew),
+            Chore("facts", 15_000, lambda: self.upstream.facts(self.survey.as_json())),
+            Chore("broker", 1_000, self._keep_broker),
+        ])
+
+    def broker(self) -> BrokerLine:
+        """Return the live broker; raises Unavailable while it is away."""
+        if self._broker is None or not self._broker.alive:
+            raise Unavailable("the broker is not running", code="broker", next_step="try again in a second")
+        return self._broker
+
+    def _keep_broker(self) -> None:
+        """Start the broker again when it died. Guests of that time get errors: their sockets died with it."""
+        if self._broker is not None and self._broker.alive:
+            return
+        if self._broker is not None:
+            self._incident("broker", {"status": "died"})
+            self._broker.end()
+        self._broker = BrokerLine(self.folders, self.upstream.node, self._user)
+
+    def _incident(self, code: str, facts: dict[str, str]) -> None:
+        event = Event(EventType.INCIDENT, f"node/{self.upstream.node}", facts={"code": code, **facts})
+        with suppress(Refusal):
+            self.spool.record(event)
+
+    # --- start ------------------------------------------------------------------------------------------
+
+    def start(self) -> dict[str, object]:
+        """Clean up after an earlier program, probe, start the broker and the threads; return the ready line."""
+        self._clean()
+        self.survey.look(self.spool.record, self.upstream.node)
+        self._keep_broker()
+        for thread in (self.watcher, self.shipper, self.relay, self.keeper):
+            thread.start()
+        self._take_up()
+        pid = 0 if self._broker is None else self._broker.pid
+        return {"ready": "runners", "node": self.upstream.node, "pid": os.getpid(), "broker_pid": pid}
+
+    def _clean(self) -> None:
+        """End what an earlier node program left running, then remove its mounts; what lives keeps its own."""
+        keep = set()
+        for run in self.supervisor.ask("status")["runs"]:
+            if run["state"] != "gone":
+                ended = self.supervisor.ask("ended", run=run["run"], attempt=run["attempt"])
+                if ended["result"] != Result.CONFIRMED.value:
+                    keep.add(f"{run['run']}.{run['attempt']}")
+        work.remove_leftovers(self.folders.runtime, frozenset(keep))
+
+    def _take_up(self) -> None:
+        """Deliver what an earlier node program did not: its runs are dead, their outcome is that they died."""
+        for folder, run, attempt in courier.left_behind(self.folders.work):
+            carrier = self._courier(folder, run, attempt)
+            if not (folder / FINAL).exists():
+                outcome = {"exit": None, "signal": None, "timed_out": False, "truncated_bytes": 0,
+                           "result": Result.CONFIRMED.value, "why": "node_restarted"}
+                self._incident("node_restarted", {"run": run})
+                carrier.finish({"state": "ended", "outcome": outcome})
+
+    def _courier(self, folder: Path, run: str, attempt: int) -> Courier:
+        def complain(refusal: Refusal) -> None:
+            self._incident("delivery", {"run": run, "refused": refusal.code})
+
+        carrier = Courier(folder, run, attempt, self.upstream, complain)
+        carrier.start()
+        self._couriers.append(carrier)
+        return carrier
+
+    # --- work -------------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Take launch orders until `end`."""
+        poll = threading.Thread(target=self._poll, name="poll", daemon=True)
+        poll.start()
+        self._ending.wait()
+
+    def end(self) -> None:
+        """Ask `serve` to return; safe in a signal handler."""
+        self._ending.set()
+
+    def _poll(self) -> None:
+        while not self._ending.is_set():
+            try:
+                taken = [self._take(signed) for signed in self.upstream.work(POLL_S)]
+            except Refusal:
+                self._ending.wait(1.0)
+                continue
+            if not any(taken):
+                self._ending.wait(0.1)
+
+    def _take(self, signed: Signed) -> bool:
+        """Begin one launch order; returns whether it was new."""
+        mark = hashlib.sha256(signed.payload).hexdigest()
+        if mark in self._taken or self._ending.is_set():
+            return False
+        self._taken.add(mark)
+        try:
+            order = launch_order.read(signed, self.pinned.grant_keys(), self.upstream.node)
+        except Refusal as refusal:
+            self._incident("launch_order", {"refused": refusal.code})
+            return True
+        try:
+            self.used.use(order.id)
+            folder = _begin(self.folders.work, order)
+        except Refusal as refusal:
+            self._refuse(order, refusal)
+            return True
+        thread = threading.Thread(target=self._carry_out, args=(signed, order, folder), name=order.run, daemon=True)
+        self._threads = [t for t in self._threads if t.is_alive()] + [thread]
+        thread.start()
+        return True
+
+    def _refuse(self, order: LaunchOrder, refusal: Refusal) -> None:
+        try:
+            self.upstream.state(order.run, order.attempt, {"state": "refused", "error": refusal.as_json()})
+        except Refusal as failure:
+            self._incident("launch_order", {"run": order.run, "refused": refusal.code, "untold": failure.code})
+
+    def _carry_out(self, signed: Signed, order: LaunchOrder, folder: Path) -> None:
+        carrier = self._courier(folder, order.run, order.attempt)
+        try:
+            Attempt(self.station, signed, order, carrier).carry_out()
+        except Exception:  # a fault of ours must end the run, not leave it without a launcher
+            traceback.print_exc()
+            with suppress(Refusal):
+                self.supervisor.ask("ended", run=order.run, attempt=order.attempt)
+            fault = Unavailable("the launcher failed", code="launcher", next_step="see the node's standard error")
+            carrier.finish({"state": "refused", "error": fault.as_json()})
+        self._couriers = [c for c in self._couriers if not c.delivered.is_set()]
+
+    # --- end --------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End every run, deliver what can be delivered, stop all threads and the broker."""
+        self._ending.set()
+        with suppress(Refusal):
+            for run in self.supervisor.ask("status")["runs"]:
+                if run["state"] != "gone":
+                    self.supervisor.ask("ended", run=run["run"], attempt=run["attempt"])
+        for thread in self._threads:
+            thread.join(END_S)
+        for carrier in self._couriers:
+            carrier.delivered.wait(2.0)
+            carrier.end()
+        for part in (self.keeper, self.relay, self.watcher):
+            if part.is_alive():
+                part.end()
+        if self._broker is not None:
+            self._broker.end()
+        self.spool.close()
+        if self.shipper.is_alive():
+            self.shipper.end()
+        self.upstream.close()
+        os.close(self._lock)
+
+
+def _begin(folder: Path, order: LaunchOrder) -> Path:
+    try:
+        return courier.begin(folder, order.run, order.attempt)
+    except FileExistsError:
+        raise Conflict("this attempt was begun before", code="attempt") from None
+
+
+def _hold(found: Folders) -> int:
+    """Take the lock of the node folder; raises Conflict (``conflict.running``) for a second start."""
+    fd = os.open(found.node / "node.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise Conflict(
+            "a node program runs on this state already", code="running", next_step="stop the other one first",
+        ) from None
+    return fd
+
+
+def _await_supervisor(supervisor: Supervisor) -> None:
+    """Wait for the supervisor; a node without one starts nothing. Raises Unavailable."""
+    pause = threading.Event()
+    for _ in range(int(SUPERVISOR_S / 0.1)):
+        with suppress(Refusal):
+            supervisor.ask("status")
+            return
+        pause.wait(0.1)
+    raise Unavailable("the kill supervisor does not answer", code="supervisor",
+                      next_step="start it first: python -I -m killswitch watch")
+
+
+def say(line: dict[str, object]) -> None:
+    """Print one JSON line on stdout, flushed."""
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,45 @@
+"""The parts of a node that every attempt needs, joined once by runners/node.py."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from audit.spool import Spool
+from interlock.event import Event, EventType, Written
+from interlock.order import LaunchOrder
+from killswitch.client import Supervisor
+from killswitch.page import StopPage
+from runners.broker_line import BrokerLine
+from runners.deadline import Watcher
+from runners.entitlements import Entitlements
+from runners.folders import Folders
+from runners.upstream import Upstream
+from sandbox.profile import Host, Profile
+from sandbox.uids import Pool
+
+
+@dataclass(frozen=True)
+class Station:
+    """`roots` are the data roots; `require_probed` refuses a profile that is not proven here; `broker` returns
+    the live broker."""
+
+    folders: Folders
+    node: str
+    upstream: Upstream
+    supervisor: Supervisor
+    page: StopPage
+    spool: Spool
+    entitlements: Entitlements
+    pool: Pool
+    host: Host
+    roots: tuple[Path, ...]
+    watcher: Watcher
+    broker: Callable[[], BrokerLine]
+    require_probed: Callable[[Profile], None]
+
+    def record(self, kind: EventType, order: LaunchOrder, facts: dict[str, Any]) -> Written:
+        """Make one event of an attempt durable. Raises NotRecorded."""
+        labels = order.labels
+        told = {"attempt": order.attempt, "node": self.node, **facts}
+        return self.spool.record(Event(kind, labels.subject, labels.tenant, order.run, facts=told))
