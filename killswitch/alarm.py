@@ -1,0 +1,62 @@
+"""The command hook for NOT_CONFIRMED: people must hear it at once, by whatever pages them here.
+
+The command comes from the command line or from `STATE/supervisor/settings.json`; it is run without a
+shell, gets the facts as JSON on stdin, and has ten seconds. Its failure changes nothing else.
+"""
+
+import json
+import os
+import shlex
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from interlock.errors import Malformed, Untrusted
+
+LIMIT_S = 10.0
+
+
+def command(words: str | None, settings: Path) -> list[str]:
+    """Return the argv of the hook, [] when none is set.
+
+    `words` from the command line wins. Raises Untrusted when others can write the settings file (it is run
+    as root), Malformed when it is off.
+    """
+    if words is not None:
+        return shlex.split(words)
+    try:
+        fd = os.open(settings, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return []
+    with os.fdopen(fd, "rb") as source:
+        info = os.fstat(source.fileno())
+        if not stat.S_ISREG(info.st_mode) or info.st_uid not in (0, os.geteuid()) or info.st_mode & 0o022:
+            raise Untrusted(f"others can write {settings}", code="settings", next_step=f"chmod 600 {settings}")
+        try:
+            argv = json.loads(source.read(65536)).get("on_unconfirmed", [])
+        except (ValueError, AttributeError):
+            raise Malformed(f"{settings} is not a JSON object", code="settings") from None
+    if not isinstance(argv, list) or not all(isinstance(a, str) for a in argv):
+        raise Malformed("on_unconfirmed is a list of words", code="settings")
+    return argv
+
+
+def call_out(argv: list[str], facts: dict[str, Any]) -> None:
+    """Run the hook in a thread of its own; returns at once."""
+    print(json.dumps({"alarm": "not_confirmed", **facts}), file=sys.stderr, flush=True)  # noqa: T201
+    if argv:
+        threading.Thread(target=_run, args=(argv, facts), daemon=True, name="alarm").start()
+
+
+def _run(argv: list[str], facts: dict[str, Any]) -> None:
+    try:
+        subprocess.run(
+            argv, input=json.dumps(facts).encode(), timeout=LIMIT_S, check=False, cwd="/",
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        note = {"alarm": "hook_failed", "error": type(error).__name__}
+        print(json.dumps(note), file=sys.stderr, flush=True)  # noqa: T201
