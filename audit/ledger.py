@@ -288,6 +288,11 @@ class Ledger:
             Row(r["log_index"], r["received_us"], r["node"], r["stream"], r["seq"], bytes(r["body"])) for r in found
         ]
 
+    def stream_rows(self) -> list[dict[str, Any]]:
+        """Return every stream with its claim and state, for an export."""
+        with self._reading() as connection:
+            return self.streams.rows(connection)
+
     def gaps(self) -> list[Gap]:
         """Return the streams that are behind their claim, judged at the last watch_streams()."""
         with self._reading() as connection:
