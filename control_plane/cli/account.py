@@ -97,7 +97,7 @@ def enrol(
     """Enrol through a one-time link: password, second factor, person key; then you are signed in."""
     here = Invocation.of(ctx)
     address, secret = split_link(sys.stdin.readline() if link == "-" else link)
-    api = PeopleApi(here.url or address)
+    api = here.open_api(here.url or address)
     key = here.profile.own_key().public_key()
     body = {"secret": secret, "password": secret_input.password(password_file, twice=True),
             "person_key": public_text(key), **({"name": name} if name else {})}

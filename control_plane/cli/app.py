@@ -55,6 +55,7 @@ def root(
 ) -> None:
     """Interlock: nothing runs without a live authorization, everything leaves evidence, anything can be stopped."""
     ctx.obj = Invocation(Terminal(as_json), profile, url)
+    ctx.call_on_close(ctx.obj.close)
 
 
 def execute(argv: Sequence[str]) -> int:

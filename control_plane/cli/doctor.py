@@ -5,7 +5,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,20 +62,12 @@ def confirm_backup(places: Places) -> dict[str, Any]:
     return backup_state(places)
 
 
-def tiers(layers: Sequence[Any]) -> list[str]:
-    """Return the tiers that this host may run, as the survey says."""
-    from sandbox.layers import tiers_for
-
-    return [str(t) for t in tiers_for(layers)]
-
-
 def survey() -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the sandbox layers of this host and the tiers that it may run."""
-    from sandbox.layers import survey as look
+    """Return the sandbox layers of this host, and the tiers that it may run."""
+    from sandbox import layers  # reads /proc and the kernel; only this command wants it
 
-    layers = look()
-    rows = [{"name": x.name, "present": x.present, "detail": x.detail, "how_to_get": x.how_to_get} for x in layers]
-    return rows, tiers(layers)
+    found = layers.survey()
+    return [layer.as_json() for layer in found], layers.tiers(found)
 
 
 def doctor(

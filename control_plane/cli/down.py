@@ -4,12 +4,12 @@ Idempotent: what is gone already is not an error. Only what this site noted as i
 folder is cleared while anything is still mounted below it.
 """
 
+import json
 import os
 import shutil
 import subprocess
 import time
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,42 +17,34 @@ import typer
 
 from control_plane.cli import programs
 from control_plane.cli.invocation import Invocation, RuntimeOption, StateOption
-from control_plane.cli.programs import SUPERVISOR, Places
+from control_plane.cli.programs import Places
 from control_plane.cli.terminal import Terminal, fields, table
-from interlock.errors import NotConfirmed, Refusal
-from sandbox.cgroup import UNIFIED, Tree, own_tree
+from interlock.errors import Malformed, NotConfirmed
+from sandbox.cgroup import UNIFIED, Tree
 
 _FILES = ("supervisor.sock", "stop-page", "stop-state.json", "join.json")
 _FOLDERS = ("deadlines", "runs")
+_TREE = "interlock-"
 
 
-def tree_of(pid: int) -> Tree | None:
-    """Return the subtree of control groups that the supervisor `pid` runs in; None when it has none."""
-    proc = Path(f"/proc/{pid}")
-    with suppress(OSError, Refusal):
-        lines = [line.split(":", 2) for line in (proc / "cgroup").read_text().splitlines()]
-        inside = next(path for number, _, path in lines if number == "0")
-        parts = [p for p in inside.split("/") if p]
-        if len(parts) >= 2 and parts[-1] == "supervisor":
-            return own_tree(parts[-2], proc=proc)
-    return None
+def noted_tree(places: Places) -> Tree | None:
+    """Return the subtree of control groups that this site's supervisor noted at its start; None without one.
 
-
-def note_groups(places: Places) -> None:
-    """Store the supervisor's subtree in its pid file, for a `down` that comes after a crash."""
-    found = programs.running(places, SUPERVISOR)
-    tree = tree_of(found.pid) if found else None
-    if found is not None and tree is not None:
-        groups = {"name": tree.name, "own": tree.own}
-        replace(found, facts={**found.facts, "groups": groups}).write(places)
-
-
-def _noted_tree(places: Places) -> Tree | None:
-    found = programs.recorded(places, SUPERVISOR)
-    groups = found.facts.get("groups") if found else None
-    if not isinstance(groups, dict) or UNIFIED not in groups.get("own", {}):
+    Only a subtree with our name is believed. Raises Malformed (``malformed.groups``) for anything else.
+    """
+    try:
+        paths = json.loads((places.state / "supervisor" / "tree.json").read_bytes())["paths"]
+    except (FileNotFoundError, PermissionError):
         return None
-    return Tree(str(groups["name"]), {str(k): str(v) for k, v in groups["own"].items()})
+    except (ValueError, KeyError, TypeError):
+        paths = None
+    if not isinstance(paths, dict) or UNIFIED not in paths:
+        raise Malformed("the supervisor's note of its control groups cannot be read", code="groups")
+    found = {str(key): Path(str(path)) for key, path in paths.items()}
+    names = {path.name for path in found.values()}
+    if len(names) != 1 or not all(p.is_absolute() and p.name.startswith(_TREE) for p in found.values()):
+        raise Malformed("the supervisor's note names control groups that are not ours", code="groups")
+    return Tree(names.pop(), {key: str(path.parent) for key, path in found.items()})
 
 
 def clear_groups(tree: Tree, *, wait_s: float = 5.0) -> int:
@@ -125,7 +117,7 @@ def clear_files(places: Places) -> int:
 
 def take_down(places: Places, terminal: Terminal, *, patience_s: float = 20.0) -> dict[str, Any]:
     """End everything and clear up; return what happened to each program."""
-    tree = _noted_tree(places)
+    tree = noted_tree(places)
     ended = []
     for name in programs.ENDING:
         found = programs.running(places, name)

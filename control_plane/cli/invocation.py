@@ -47,6 +47,12 @@ class Invocation:
     profile_name: str = "default"
     url: str = ""
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    opened: list[PeopleApi] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Close every connection that this invocation opened."""
+        for api in self.opened:
+            api.close()
 
     @classmethod
     def of(cls, ctx: typer.Context) -> "Invocation":
@@ -65,9 +71,11 @@ class Invocation:
         """Return the control plane's address: --url, INTERLOCK_URL, the profile's, else the default."""
         return str(self.url or self.environ.get("INTERLOCK_URL") or self.profile.load().get("url") or DEFAULT_URL)
 
-    def open_api(self) -> PeopleApi:
-        """Return the API without a credential (login, enrolment)."""
-        return PeopleApi(self.address())
+    def open_api(self, address: str = "", credential: str = "") -> PeopleApi:
+        """Return the API at `address` (default: the usual one); without a credential for login and enrolment."""
+        api = PeopleApi(address or self.address(), credential)
+        self.opened.append(api)
+        return api
 
     def api(self) -> PeopleApi:
         """Return the API as this profile's person, or under INTERLOCK_API_KEY; raises Untrusted."""
@@ -75,7 +83,7 @@ class Invocation:
         if not credential:
             raise Untrusted("you are not signed in", code="session",
                             next_step=f"interlock login --profile {self.profile_name} NAME")
-        return PeopleApi(self.address(), str(credential))
+        return self.open_api(credential=str(credential))
 
     def person(self) -> str:
         """Return the id of the signed-in person as the control plane knows it."""

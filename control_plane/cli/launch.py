@@ -120,10 +120,10 @@ def wait_for_votes(api: PeopleApi, request: str, *, limit_s: float = 86_400.0) -
     until = time.monotonic() + limit_s
     while time.monotonic() < until:
         found = api.get(f"/api/approvals/{quote(request)}")
-        word = str(found.get("state", ""))
-        if word in ("approved", "granted", "ready"):
+        word = str(found.get("state", "open"))
+        if word == "open" and found.get("missing") == 0:
             return
-        if word in ("refused", "expired", "void", "withdrawn"):
+        if word != "open":
             raise Denied(f"the approval request {request} was {word}", code="approval")
         time.sleep(1.0)
     raise Unavailable("the approvals did not come in time", code="approval")

@@ -127,9 +127,8 @@ class Rise:
             file.unlink(missing_ok=True)
 
     def serve_host(self) -> None:
-        """Start supervisor and node, both root. The supervisor's groups are noted for `down`."""
+        """Start supervisor and node, both root."""
         self.start(SUPERVISOR, module(SUPERVISOR, "watch", *_where(self.places)), "starts the kill supervisor")
-        down.note_groups(self.places)
         roots = [word for root in self.data_roots for word in ("--data-root", str(root))]
         self.start(NODE, module(NODE, "serve", *_where(self.places), *roots), "starts the node")
 
