@@ -1,15 +1,17 @@
 """The order of a decision: open actions, bootstrap, deny, first steps, rules, tier, factor, persons."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
-from interlock.call import Action, Call, Kind
+from interlock.call import Action, Call, Effect, Kind
 from interlock.tier import Tier
 from policy import capability, stepup
 from policy.decide import ALWAYS_OPEN, Verdict, decide
 from policy.facts import FRESH_MS, Facts
 from policy.rbac import Engine
+from policy.rules import Rule
 from tests.policy.conftest import FEW, call
 
 PLAN = "sha256:plan"
@@ -113,6 +115,13 @@ def test_obligations_hold_whatever_the_bundle_says() -> None:
     assert stepup.missing(wanted, facts(mfa_age_ms=0, mfa_bound=PLAN, approvals=2)) is None
 
 
+def test_obligations_hold_high() -> None:
+    wanted = call(Action.EXPORT_WEIGHTS, tier=Tier.HIGH)
+    assert stepup.missing(wanted, facts(approvals=1)) == stepup.factor(bound=False)
+    assert stepup.missing(wanted, facts(mfa_age_ms=0)) == stepup.persons(1)
+    assert stepup.missing(wanted, facts(mfa_age_ms=0, approvals=1)) is None
+
+
 @pytest.mark.parametrize(("action", "tier", "expected"), [
     (Action.LAUNCH, Tier.NONE, stepup.Obligation()),
     (Action.LAUNCH, Tier.HIGH, stepup.Obligation(True, False, 0)),
@@ -174,3 +183,11 @@ def test_refuses_when_role_is_missing(example: Engine) -> None:
     assert found.code == "no_match"
     assert found.bundle == example.digest
     assert example.decide(call(), facts()).allowed
+
+
+def test_refuses_when_a_rule_for_critical_inference_names_no_programme() -> None:
+    wanted = call(Action.INFER, Tier.CRITICAL, kind="model", name="m")
+    bare = Rule(1, "researcher", "same", "model/*", "infer", "critical", frozenset(), Effect.ALLOW)
+    assert not capability.opens(bare, wanted)
+    assert capability.opens(replace(bare, conditions=frozenset({"programme:vetted"})), wanted)
+    assert capability.opens(bare, call(Action.INFER, Tier.HIGH, kind="model", name="m"))
