@@ -292,6 +292,8 @@ def _mounts(proc: Path) -> dict[str, tuple[str, str]]:
     for line in (proc / "mountinfo").read_text().splitlines():
         left, _, right = line.partition(" - ")
         fields, kind = left.split(), right.split()
+        if not kind:
+            continue
         if kind[0] == "cgroup2":
             found.setdefault(UNIFIED, (fields[4], fields[3]))
         elif kind[0] == "cgroup":

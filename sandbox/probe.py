@@ -228,41 +228,41 @@ def control(profile: Profile, probe: Probe, tree: Tree, runtime: Path) -> ProbeR
     """
     if probe.control == ("bounds",):
         return _inside(_small(profile, 2), probe, tree, runtime)
-    profile, id_ = _small(profile), f"control_{uuid.uuid4().hex[:12]}.1"
-    runtime.mkdir(parents=True, exist_ok=True)
+    return ProbeResult(probe.id, *judge(_without(probe.control, _small(profile), _code(probe), tree, runtime)))
+
+
+def _without(removed: tuple[str, ...], profile: Profile, code: str, tree: Tree, runtime: Path) -> bytes:
+    """Return the output of one probe's code run with layers removed; cleans up after itself."""
+    id_ = f"control_{uuid.uuid4().hex[:12]}.1"
     group = tree.create(id_, profile.bounds.group)
     disk = None
     try:
         disk = work.mount(runtime, id_, profile)
-        said = _weakly(profile, probe, start.StartSpec(profile, (), group, runtime, disk))
-        return ProbeResult(probe.id, *judge(said))
+        return _weakly(removed, code, start.StartSpec(profile, (), group, runtime, disk))
     finally:
         put_down(group)
         if disk is not None:
             disk.remove()
 
 
-def _weakly(profile: Profile, probe: Probe, spec: start.StartSpec) -> bytes:
+def _weakly(removed: tuple[str, ...], code: str, spec: start.StartSpec) -> bytes:
+    profile = spec.profile
     with ExitStack() as keep:
         read, write = os.pipe2(os.O_CLOEXEC)
         keep.callback(os.close, read)
         info = os.open("/dev/null", os.O_WRONLY | os.O_CLOEXEC)
         keep.callback(os.close, info)
-        filter_fd = os.memfd_create("filter", os.MFD_CLOEXEC)
-        keep.callback(os.close, filter_fd)
-        os.write(filter_fd, seccomp.program(profile))
-        os.lseek(filter_fd, 0, os.SEEK_SET)
-        leaked = os.memfd_create("leaked", os.MFD_CLOEXEC)
-        keep.callback(os.close, leaked)
+        filter_fd = start.memory_file("filter", seccomp.program(profile), keep)
+        leaked = start.memory_file("leaked", b"", keep)
         argv = bwrap.argv(profile, bwrap.Descriptors(filter_fd, info, 0), layers.find_bwrap())
-        argv = [*argv[: argv.index("--") + 1], profile.python, "-I", "-S", "-c", _code(probe)]
-        for layer in probe.control:
+        argv = [*argv[: argv.index("--") + 1], profile.python, "-I", "-S", "-c", code]
+        for layer in removed:
             argv = weaken(argv, layer, profile.shape.protected)
-        passed = [filter_fd, info] + ([leaked] if "closed_descriptors" in probe.control else [])
+        passed = [filter_fd, info] + ([leaked] if "closed_descriptors" in removed else [])
         process = start.spawn_entered(start.enter_spec(spec, argv, passed), (write, write), keep)
         os.close(write)
-        said = read_output(read, _EACH_S)
-        process.kill()
-        process.wait()
-        return said
-
+        try:
+            return read_output(read, _EACH_S)
+        finally:
+            process.kill()
+            process.wait()

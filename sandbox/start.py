@@ -126,7 +126,8 @@ class Started:
             self.report.fd = -1
 
 
-def _memory_file(name: str, content: bytes, keep: ExitStack) -> int:
+def memory_file(name: str, content: bytes, keep: ExitStack) -> int:
+    """Return a descriptor of a file in memory that holds `content`, at its start; `keep` closes it."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     keep.callback(os.close, fd)
     os.write(fd, content)
@@ -180,7 +181,7 @@ def interpreter() -> list[str]:
 
 def spawn_entered(spec: dict[str, Any], stdio: tuple[int, int], keep: ExitStack) -> subprocess.Popen[bytes]:
     """Start enter.py with `spec`; `stdio` are its output and its error descriptor."""
-    fd = _memory_file("enter", json.dumps(spec).encode(), keep)
+    fd = memory_file("enter", json.dumps(spec).encode(), keep)
     file = str(Path(__file__).resolve().with_name("enter.py"))
     return subprocess.Popen(
         [*interpreter(), file, str(fd)], stdin=subprocess.DEVNULL, stdout=stdio[0], stderr=stdio[1],
@@ -329,8 +330,8 @@ def _launch(spec: StartSpec) -> Started:
         info_r, info_w = pipes.make()
         page = os.open(spec.deadline_page, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         theirs.callback(os.close, page)
-        filter_fd = _memory_file("filter", seccomp.program(spec.profile), theirs)
-        init_fd = _memory_file("init", _init_spec(spec, lease_r, report_w, page), theirs)
+        filter_fd = memory_file("filter", seccomp.program(spec.profile), theirs)
+        init_fd = memory_file("init", _init_spec(spec, lease_r, report_w, page), theirs)
         argv = bwrap.argv(spec.profile, bwrap.Descriptors(filter_fd, info_w, init_fd), layers.find_bwrap())
         told = enter_spec(spec, argv, [lease_r, report_w, page, filter_fd, init_fd, info_w])
         process = spawn_entered(told, (output_w, error_w), theirs)
