@@ -31,9 +31,14 @@ from runners.launch import Launched
 from runners.outlet import Outlet
 from runners.station import Station
 from sandbox.cgroup import Group
+from sandbox.start import Started
 
 DRAIN_S = 5.0
-LOOK_S = 0.25
+LOOK_S, LINE_S = 0.05, 0.02
+
+
+def _ready(*fds: int) -> list[int]:
+    return select.select(fds, [], [], None)[0]
 
 
 @dataclass
@@ -85,6 +90,7 @@ class Attempt:
 
     def _admit(self) -> tuple[Group, Path, admission.Admitted, str]:
         station, order = self._station, self._order
+        station.survey.prove(order.plan.tier, order.plan.guest)
         code = launch.fetch_code(station, order, self._courier.folder)
         with suppress(Refusal):  # the control plane may be away; the age of what we have decides
             station.entitlements.refresh()
@@ -133,30 +139,29 @@ class Attempt:
         limit = self._order.plan.output_mb << 20
         outlet = Outlet(os.dup(started.output_fd), self._courier.folder / OUTPUT, limit, self._courier.grown)
         outlet.start()
-        gone = False
-        while not gone:
-            ready, _, _ = select.select([started.report.fd, started.init_pidfd], [], [], LOOK_S)
-            gone = started.init_pidfd in ready
-            self._hear(started.report.next(0.0) if started.report.fd in ready else None, outcome, gone)
-        while (line := started.report.next(0.0)) is not None:
-            self._hear(line, outcome, True)
+        while started.init_pidfd not in (ready := _ready(started.report.fd, started.init_pidfd)):
+            if started.report.fd in ready and not self._hear(started, outcome):
+                time.sleep(LOOK_S)  # its report has ended, run init itself is about to
+        while self._hear(started, outcome):
+            continue
         started.process.wait()
         outcome.result, outcome.why = self._ended()
         outlet.join(DRAIN_S)
         outcome.truncated_bytes, outcome.output_bytes = outlet.truncated, outlet.written
         return outcome
 
-    def _hear(self, line: dict[str, Any] | None, outcome: Outcome, gone: bool) -> None:
+    def _hear(self, started: Started, outcome: Outcome) -> bool:
+        """Take one line of run init's report; returns whether there was one."""
+        line = started.report.next(LINE_S)
         if line is None:
-            if not gone:
-                time.sleep(0.01)  # the report has ended, run init is about to
-            return
+            return False
         if "go" in line:
             self._courier.tell({"state": "live"})
         elif "exit" in line:
             outcome.exit = int(line["exit"])
         elif "signal" in line:
             outcome.signal = int(line["signal"])
+        return True
 
     def _ended(self) -> tuple[str, str]:
         """Ask the supervisor for its proof; returns result and why. No answer is no proof."""

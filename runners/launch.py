@@ -111,7 +111,7 @@ def start(permit: Admitted, order: LaunchOrder, station: Station, group: Group, 
         broker = str(folder / "guest.sock") if plan.guest else ""
         names = ((RUN_ENV, order.run), ("INTERLOCK_ATTEMPT", str(order.attempt)))
         profile = for_plan(plan, uid, station.host, code=code, broker=broker, env=names)
-        station.require_probed(profile)
+        station.survey.require(profile)
         disk = work.mount(station.folders.runtime, folder.name, profile)
         if plan.guest:
             listener = doorway(folder, uid)

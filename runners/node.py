@@ -62,7 +62,7 @@ class Node:
         self.used = launch_order.UsedOrders(found.node / "used-orders")
         self.pinned = Pinned(found)
         pool = uids.Pool()
-        self.survey = Survey(layers.this_host(), found, roots, pool)
+        self.survey = Survey(layers.this_host(), found, roots, pool, self.spool.record, self.upstream.node)
         self.watcher = Watcher()
         self.shipper = Shipper((found.node / "spool", found.broker_spool), self.upstream, boot_id())
         self.relay = Relay(self.supervisor, self.upstream)
@@ -71,7 +71,7 @@ class Node:
         self.station = Station(
             found, self.upstream.node, self.upstream, self.supervisor, StopPage(found.page, found.stop_state),
             self.spool, self.entitlements, pool, self.survey.host, tuple(roots), self.watcher, self.broker,
-            self.survey.require,
+            self.survey,
         )
         self.keeper = Keeper([
             Chore("entitlements", 2_000, self.entitlements.refresh),
@@ -105,7 +105,7 @@ class Node:
     def start(self) -> dict[str, object]:
         """Clean up after an earlier program, probe, start the broker and the threads; return the ready line."""
         self._clean()
-        self.survey.look(self.spool.record, self.upstream.node)
+        self.survey.look()
         self._keep_broker()
         for thread in (self.watcher, self.shipper, self.relay, self.keeper):
             thread.start()

@@ -14,14 +14,15 @@ from runners.broker_line import BrokerLine
 from runners.deadline import Watcher
 from runners.entitlements import Entitlements
 from runners.folders import Folders
+from runners.survey import Survey
 from runners.upstream import Upstream
-from sandbox.profile import Host, Profile
+from sandbox.profile import Host
 from sandbox.uids import Pool
 
 
 @dataclass(frozen=True)
 class Station:
-    """`roots` are the data roots; `require_probed` refuses a profile that is not proven here; `broker` returns
+    """`roots` are the data roots; `survey` proves sandbox profiles and refuses those that are not; `broker` returns
     the live broker."""
 
     folders: Folders
@@ -36,7 +37,7 @@ class Station:
     roots: tuple[Path, ...]
     watcher: Watcher
     broker: Callable[[], BrokerLine]
-    require_probed: Callable[[Profile], None]
+    survey: Survey
 
     def record(self, kind: EventType, order: LaunchOrder, facts: dict[str, Any]) -> Written:
         """Make one event of an attempt durable. Raises NotRecorded."""

@@ -7,9 +7,10 @@ Reports are kept per boot and profile; a reboot, another kernel's filter or anot
 import hashlib
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from sandbox.cgroup import own_tree
 from sandbox.profile import Host, Profile, for_plan, shape_for
 from sandbox.uids import Pool
 
-# one tier for each shape of the sandbox, with and without the guest socket: each opens other calls
-KINDS = tuple((tier, guest) for tier in (Tier.NONE, Tier.CRITICAL) for guest in (False, True))
+# one tier for each shape of the sandbox; the guest socket opens further calls and is proven when first asked for
+AT_START = (Tier.NONE, Tier.CRITICAL)
 
 
 @dataclass(frozen=True)
@@ -48,32 +49,43 @@ class Probed:
         return {"name": self.name, "digest": self.digest, "probes": {"total": total, "failed": len(self.failed)}}
 
 
-@dataclass
 class Survey:
-    """The facts of this host; `look` fills them once, before any launch."""
+    """The facts of this host. `look` fills them before any launch; `_lock` keeps two from probing at once.
 
-    host: Host
-    folders: Folders
-    roots: Sequence[Path]
-    pool: Pool
-    layers: list[layers.Layer] = field(default_factory=list)
-    probed: list[Probed] = field(default_factory=list)
+    Args: `record` makes an event durable; `node` is this node's id.
+    """
 
-    def look(self, record: Callable[[Event], Any], node: str) -> None:
+    def __init__(
+        self, host: Host, folders: Folders, roots: Sequence[Path], pool: Pool, record: Callable[[Event], Any], node: str
+    ) -> None:
+        self.host, self.folders, self.roots, self.pool = host, folders, tuple(roots), pool
+        self._record, self._node = record, node
+        self._lock = threading.Lock()
+        self.found: list[layers.Layer] = []
+        self.probed: dict[str, Probed] = {}
+
+    def look(self) -> None:
         """Survey the layers and run the probes, each result on record. Raises NotRecorded."""
-        self.layers = layers.survey()
-        for tier, guest in KINDS:
-            found = self._probe(tier, guest)
-            self.probed.append(found)
-            facts = {**found.as_json(), "failed": list(found.failed)}
-            record(Event(EventType.NODE_PROBED, f"node/{node}", facts=facts))
-            if found.failed:
-                record(Event(EventType.INCIDENT, f"node/{node}", facts={"code": "probe", **facts}))
+        self.found = layers.survey()
+        for tier in AT_START:
+            self.prove(tier, False)
 
-    def _probe(self, tier: Tier, guest: bool) -> Probed:
+    def prove(self, tier: Tier, guest: bool) -> None:
+        """Run the probes of this kind unless they ran; takes seconds. Raises NotRecorded."""
+        name = shape_for(tier).name + ("+guest" if guest else "")
+        with self._lock:
+            if name in self.probed:
+                return
+            found = self._probe(name, tier, guest)
+            facts = {**found.as_json(), "failed": list(found.failed)}
+            self._record(Event(EventType.NODE_PROBED, f"node/{self._node}", facts=facts))
+            if found.failed:
+                self._record(Event(EventType.INCIDENT, f"node/{self._node}", facts={"code": "probe", **facts}))
+            self.probed[name] = found
+
+    def _probe(self, name: str, tier: Tier, guest: bool) -> Probed:
         shape = shape_for(tier)
-        name = f"{shape.name}+guest" if guest else shape.name
-        missing = layers.shape_missing(shape, self.layers)
+        missing = layers.shape_missing(shape, self.found)
         if missing:
             return Probed(name, shape.digest(), None, f"layer:{missing[0].name}")
         try:
@@ -106,21 +118,22 @@ class Survey:
 
     def require(self, profile: Profile) -> None:
         """Refuse a profile that is not proven here since this boot. Raises LayerMissing (``layer_missing.probe``)."""
-        for found in self.probed:
+        for found in self.probed.values():
             if found.report is not None and found.report.profile == profile.probed_as():
                 probe.require(found.report, profile)
                 return
         raise LayerMissing(
             f"the probes of sandbox profile {profile.shape.name} did not run on this host", code="probe",
             next_step="see interlock doctor; start the node again after the repair",
-            details={"failed": [w for p in self.probed for w in p.failed]},
+            details={"failed": [w for p in self.probed.values() for w in p.failed]},
         )
 
     def as_json(self) -> dict[str, Any]:
         """Return the body of POST /node/facts."""
-        bad = {p.name for p in self.probed if p.failed}
-        able = [t for t in layers.tiers(self.layers) if PROFILES[Tier(t)].sandbox not in bad]
+        every = list(self.probed.values())
+        bad = {p.name for p in every if p.failed}
+        able = [t for t in layers.tiers(self.found) if PROFILES[Tier(t)].sandbox not in bad]
         return {
-            "layers": [x.as_json() for x in self.layers], "profiles": [p.as_json() for p in self.probed],
-            "tiers": able if self.probed else [], "data_roots": [str(r) for r in self.roots],
+            "layers": [x.as_json() for x in self.found], "profiles": [p.as_json() for p in every],
+            "tiers": able if every else [], "data_roots": [str(r) for r in self.roots],
         }
