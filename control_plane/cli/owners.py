@@ -104,7 +104,11 @@ def package_folders() -> list[Path]:
 
 def reach() -> list[Path]:
     """Return what one of our programs must be able to read: interpreter, environment, packages."""
-    return [Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve(), *package_folders()]
+    found: list[Path] = []
+    for path in sorted({Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve(), *package_folders()}):
+        if not any(path.is_relative_to(above) for above in found):
+            found.append(path)
+    return found
 
 
 def dropped(argv: list[str], who: Owner | None, writes: list[Path], reads: list[Path] | None = None) -> list[str]:

@@ -23,6 +23,8 @@ CONTROL, SUPERVISOR, NODE = "control_plane", "killswitch", "runners"
 # The supervisor ends its runs, the node reports how they ended, the control plane hears it: in this order.
 ENDING = (SUPERVISOR, NODE, CONTROL)
 _SOCKET_LIMIT = 100
+# Children of this very process, to be reaped by `end`; a program outlives the command that started it.
+_children: dict[int, "subprocess.Popen[bytes]"] = {}
 _ROOT_STATE, _ROOT_RUNTIME = Path("/var/lib/interlock"), Path("/run/interlock")
 
 
@@ -143,6 +145,7 @@ def launch(places: Places, name: str, argv: Sequence[str], *, wait_s: float = 40
         os.close(log)
     facts = _ready(process, places.log(name), offset, wait_s, name)
     pid = int(facts.get("pid", process.pid))
+    _children[process.pid] = process
     started = Program(name, pid, start_time(pid) or 0, facts)
     started.write(places)
     return started
@@ -242,7 +245,8 @@ def _over(handle: int, program: Program, limit_s: float) -> bool:
     until = time.monotonic() + limit_s
     while time.monotonic() < until:
         if select.select([handle], [], [], min(0.5, limit_s))[0] or not program.lives:
-            with suppress(ChildProcessError, OSError):
-                os.waitpid(program.pid, os.WNOHANG)
+            child = _children.pop(program.pid, None)
+            if child is not None:
+                child.wait(limit_s + 1)
             return True
     return False

@@ -217,7 +217,7 @@ def resume(cast: Cast) -> str:
     """The stop is sticky: a restart is refused until two officers have signed with their own keys."""
     stage = cast.stage
     stage.refused("stopped", "restart", "--detach", cast.run, who="remy")
-    asked = stage.must("resume", cast.stop, "--reason", "demo: looked at it", who="olga")
+    asked = stage.must("resume", cast.stop, "--reason", "demo: looked at it", who="casey")
     stage.must("approve", asked["request"], who="olga", code=cast.phones["olga"].code())
     stage.proof(olga="has signed; one signature lifts nothing:")
     stage.refused("stopped", "restart", "--detach", cast.run, who="remy")

@@ -1,0 +1,147 @@
+"""What `up` decides before it starts anything; the real start is in tests/demo."""
+
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from control_plane.cli import doctor, owners, up
+from control_plane.cli.owners import Owner
+from control_plane.cli.programs import Places
+from interlock.errors import Conflict, Malformed, NotFound
+
+NOT_ROOT = os.geteuid() != 0
+
+
+@pytest.fixture
+def places() -> Iterator[Places]:
+    with tempfile.TemporaryDirectory(prefix="ilk-", dir="/tmp") as folder:
+        found = Places.of(Path(folder) / "state", Path(folder) / "run")
+        found.state.mkdir()
+        yield found
+
+
+@pytest.mark.parametrize(("host", "node"), [("gpu-07", "gpu-07"), ("GPU_07.lab", "gpu-07-lab"), ("", "node"),
+                                            ("a" * 90, "a" * 40), ("../../x", "x")])
+def test_a_node_id_is_a_plain_word(host: str, node: str) -> None:
+    assert up.node_id(host) == node
+
+
+def test_refuses_when_the_state_has_other_ports(places: Places) -> None:
+    fresh = up.site_of(places, "demo", None, 8443)
+    assert (fresh["people_port"], fresh["nodes_port"]) == (7070, 8443)
+    places.site_file.write_text(json.dumps(fresh))
+    assert up.site_of(places, "demo", 7070, None) == fresh
+    with pytest.raises(Conflict) as found:
+        up.site_of(places, "demo", 7072, None)
+    assert found.value.code == "conflict.site"
+
+
+def test_refuses_when_the_site_file_is_odd(places: Places) -> None:
+    places.site_file.write_text(json.dumps({"people_port": "7070"}))
+    with pytest.raises(Malformed):
+        up.site_of(places, "demo", None, None)
+
+
+def test_a_state_without_root_belongs_to_its_owner_alone(places: Places) -> None:
+    owners.lay_folders(places, None, None)
+    modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in places.state.iterdir() if p.is_dir()}
+    assert modes == {"control": 0o700, "orders": 0o700, "trust": 0o755, "logs": 0o700}
+
+
+@pytest.mark.root
+@pytest.mark.skipif(NOT_ROOT, reason="owners need root")
+def test_the_control_plane_owns_its_folders_and_not_the_state(places: Places) -> None:
+    """Who owns STATE could rename STATE/supervisor and give it another trust."""
+    owners.lay_folders(places, Owner(61001, 61001), Owner(61002, 61002))
+    uids = {p.name: p.stat().st_uid for p in places.state.iterdir()}
+    assert uids == {"control": 61001, "orders": 61001, "trust": 61001, "logs": 0, "shared": 0, "supervisor": 0,
+                    "broker": 61002}
+    assert places.state.stat().st_uid == 0
+    (places.runtime / "x").mkdir(parents=True)
+    (places.state / "control").rmdir()
+    (places.state / "control").symlink_to(places.runtime)
+    with pytest.raises(OSError, match=r"Not a directory|symbolic"):
+        owners.lay_folders(places, Owner(61001, 61001), Owner(61002, 61002))
+    assert places.runtime.stat().st_uid == 0
+
+
+def test_root_is_given_up_through_one_program() -> None:
+    argv = ["/x/python", "-I", "-m", "control_plane", "serve"]
+    assert owners.dropped(argv, None, []) == argv
+    made = owners.dropped(argv, Owner(990, 991), [Path("/s/control")], [Path("/s/site.json")])
+    assert made[:3] == [sys.executable, "-I", "-S"]
+    assert made[3].endswith("sandbox/drop.py")
+    assert made[4:8] == ["--uid", "990", "--gid", "991"]
+    assert made[-len(argv) - 1:] == ["--", *argv]
+    assert made[made.index("--write"):][:2] == ["--write", "/s/control"]
+    assert "/s/site.json" in made
+
+
+def test_each_program_can_reach_its_packages() -> None:
+    found = owners.reach()
+    for package in [*owners.package_folders(), Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve()]:
+        assert any(package.is_relative_to(p) for p in found)
+
+
+def test_refuses_when_a_system_user_would_be_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Conflict):
+        owners.owner("root")
+    assert owners.owner("no-such-user-here") is None
+
+
+def test_the_master_key_is_amber_until_a_backup_is_confirmed(places: Places) -> None:
+    assert doctor.backup_state(places)["state"] == "absent"
+    with pytest.raises(NotFound):
+        doctor.confirm_backup(places)
+    kek = places.state / "control" / "keys" / "kek.key"
+    kek.parent.mkdir(parents=True)
+    kek.write_bytes(b"k" * 32)
+    assert doctor.backup_state(places)["state"] == "unconfirmed"
+    assert doctor.confirm_backup(places)["state"] == "confirmed"
+    kek.write_bytes(b"j" * 32)
+    assert doctor.backup_state(places)["state"] == "unconfirmed"
+    assert b"k" * 8 not in (places.state / "kek-backup.json").read_bytes()
+
+
+def test_doctor_names_layers_tiers_and_the_backup(interlock, places: Places) -> None:
+    status, value, _ = interlock("doctor", "--state", str(places.state), "--runtime", str(places.runtime))
+    assert status == 0
+    assert {"name", "present", "detail", "how_to_get"} == set(value["layers"][0])
+    assert value["kek"]["state"] == "absent"
+    assert value["programs"] == {"control_plane": False, "killswitch": False, "runners": False}
+
+
+@pytest.mark.parametrize("option", ["--signer", "--data-root"])
+def test_refuses_when_a_named_path_is_not_there(interlock, places: Places, option: str) -> None:
+    status, value, _ = interlock("up", "--detach", "--state", str(places.state), option, str(places.state / "nope"))
+    assert (status, value["error"]["code"].partition(".")[0]) == (2, "usage")
+    assert not (places.state / "control").exists()
+
+
+@pytest.mark.root
+@pytest.mark.skipif(NOT_ROOT, reason="starts the control plane under its own user")
+def test_refuses_when_the_port_is_in_use(places: Places) -> None:
+    """One clear message, and nothing half-started stays."""
+    with socket.socket() as taken, socket.socket() as spare:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        spare.bind(("127.0.0.1", 0))
+        other = spare.getsockname()[1]
+        spare.close()
+        command = [str(Path(sys.executable).parent / "interlock"), "--json", "up", "--detach", "--site", "demo",
+                   "--people-port", str(taken.getsockname()[1]), "--nodes-port", str(other), "--state",
+                   str(places.state), "--runtime", str(places.runtime)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    error = json.loads(done.stdout)["error"]
+    assert (done.returncode, error["code"]) == (3, "unavailable.port"), done.stdout
+    assert error["next_step"]
+    assert not list(places.runtime.glob("*.pid"))
+    assert not (places.runtime / "join.json").exists()
