@@ -24,8 +24,7 @@ def _stored(hashes: list[bytes]) -> merkle.Nodes:
 def _held(check: Any, *args: Any) -> bool:
     try:
         check(*args)
-    except Untrusted as error:
-        assert error.code == "untrusted.proof"
+    except Untrusted:
         return False
     return True
 
@@ -119,7 +118,7 @@ def test_refuses_when_any_element_of_a_proof_is_dropped_altered_or_added() -> No
 def _spoilt(proof: list[bytes]) -> list[list[bytes]]:
     dropped = [proof[:i] + proof[i + 1 :] for i in range(len(proof))]
     altered = [[*proof[:i], bytes([proof[i][0] ^ 1]) + proof[i][1:], *proof[i + 1 :]] for i in range(len(proof))]
-    return [*dropped, *altered, [*proof, bytes(32)], *([proof[:-1] + [proof[-1][:31]]] if proof else [])]
+    return [*dropped, *altered, [*proof, bytes(32)], *([[*proof[:-1], proof[-1][:31]]] if proof else [])]
 
 
 def test_refuses_when_the_root_is_forged_with_a_valid_path() -> None:

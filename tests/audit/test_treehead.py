@@ -87,7 +87,9 @@ def test_refuses_when_one_byte_of_a_head_is_flipped() -> None:
             treehead.open_head(spoilt, "interlock/test", [pinned])
 
 
-@pytest.mark.parametrize("text", ["a\n01\n{r}\n", "a\n-1\n{r}\n", "a\n18446744073709551616\n{r}\n", "\n1\n{r}\n", "a\n1\n"])
+@pytest.mark.parametrize(
+    "text", ["a\n01\n{r}\n", "a\n-1\n{r}\n", "a\n18446744073709551616\n{r}\n", "\n1\n{r}\n", "a\n1\n"]
+)
 def test_refuses_when_a_head_is_odd(text: str) -> None:
     root = base64.b64encode(bytes(32)).decode()
     treehead.parse_head(f"a\n1\n{root}\n")
