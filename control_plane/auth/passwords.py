@@ -33,8 +33,8 @@ def _normal(password: str) -> str:
 
 
 def _is_repetition(text: str) -> bool:
-    """Return whether the text is one short piece over and over (``abcabcabcabc``)."""
-    return any(text == (text[:n] * len(text))[: len(text)] for n in range(1, 5))
+    """Return whether the text is one piece over and over (``abcabcabcabc``)."""
+    return any(text == (text[:n] * len(text))[: len(text)] for n in range(1, len(text) // 2 + 1))
 
 
 def check_new(password: str, name: str) -> None:

@@ -198,11 +198,11 @@ def _policy() -> None:
 
 
 def _ledger() -> None:
-    """Outbox, leaves, complete subtrees, heads and streams."""
+    """Outbox, leaves, complete subtrees, heads, streams and the fence."""
     op.create_table(
         "ledger_outbox", sa.Column("id", _KEY, autoincrement=True, nullable=False),
         sa.Column("event_id", sa.String(64), nullable=False), sa.Column("body", sa.LargeBinary(), nullable=False),
-        sa.Column("received_us", sa.BigInteger(), nullable=False),
+        sa.Column("received_us", sa.BigInteger(), nullable=False), sa.Column("node", sa.String(64), nullable=False),
         sa.PrimaryKeyConstraint("id", name="pk_ledger_outbox"),
         sa.UniqueConstraint("event_id", name="uq_ledger_outbox_event_id"),
     )
@@ -233,12 +233,16 @@ def _ledger() -> None:
         sa.PrimaryKeyConstraint("size", name="pk_ledger_heads"),
     )
     op.create_table(
-        "ledger_streams", sa.Column("stream", sa.String(96), nullable=False),
-        sa.Column("node", sa.String(64), nullable=False), sa.Column("next_seq", sa.BigInteger(), nullable=False),
+        "ledger_streams", sa.Column("node", sa.String(64), nullable=False),
+        sa.Column("stream", sa.String(96), nullable=False), sa.Column("next_seq", sa.BigInteger(), nullable=False),
         sa.Column("last_hash", sa.String(80), nullable=False), sa.Column("mark_seq", sa.BigInteger(), nullable=False),
         sa.Column("mark_us", sa.BigInteger(), nullable=False), sa.Column("closed", sa.Integer(), nullable=False),
         sa.Column("state", sa.String(16), nullable=False),
-        sa.PrimaryKeyConstraint("stream", name="pk_ledger_streams"),
+        sa.PrimaryKeyConstraint("node", "stream", name="pk_ledger_streams"),
+    )
+    op.create_table(
+        "ledger_fence", sa.Column("id", sa.Integer(), autoincrement=False, nullable=False),
+        sa.Column("epoch", sa.BigInteger(), nullable=False), sa.PrimaryKeyConstraint("id", name="pk_ledger_fence"),
     )
 
 
@@ -256,8 +260,9 @@ def upgrade() -> None:
 def downgrade() -> None:
     """Drop every table, the referring ones first."""
     for table in (
-        "ledger_streams", "ledger_heads", "ledger_nodes", "ledger_leaves", "ledger_outbox", "trust_versions",
-        "bundles", "receipts", "orders", "code_files", "attempts", "runs", "nodes", "join_secrets", "approval_votes",
-        "approval_requests", "throttles", "api_keys", "step_ups", "sessions", "links", "roles", "people", "site",
+        "ledger_fence", "ledger_streams", "ledger_heads", "ledger_nodes", "ledger_leaves", "ledger_outbox",
+        "trust_versions", "bundles", "receipts", "orders", "code_files", "attempts", "runs", "nodes", "join_secrets",
+        "approval_votes", "approval_requests", "throttles", "api_keys", "step_ups", "sessions", "links", "roles",
+        "people", "site",
     ):
         op.drop_table(table)
