@@ -239,7 +239,8 @@ def violations(spec: StartSpec, pid: int, status: dict[str, str], check: dict[st
         found.append(("seccomp", "no filter of system calls is in force"))
     if any(int(status.get(c, "1"), 16) for c in _CAPABILITIES):
         found.append(("capabilities", "run init holds capabilities"))
-    if status.get("NSpid", "").split()[-1:] != ["1"] or len(status.get("NSpid", "").split()) < 2:
+    inner = status.get("NSpid", "").split()
+    if check["pid"] != 1 or inner[-1:] != ["1"] or len(inner) < 2:
         found.append(("pid_namespace", "run init is not pid 1 of its own namespace"))
     for name in _NAMESPACES:
         if check["namespaces"].get(name) in (None, os.readlink(f"/proc/self/ns/{name}")):
@@ -274,18 +275,33 @@ def seccomp_digest(profile: Profile) -> str:
 _no_socket_in: set[str] = set()
 
 
+def _socket_below(folder: str) -> str:
+    """Return the path of a unix socket below `folder`, empty when there is none; links are not followed."""
+    waiting = [folder]
+    while waiting:
+        with os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
+                elif entry.is_file(follow_symlinks=False) or entry.is_symlink():
+                    continue  # answered from the listing, without looking at each file
+                elif stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode):
+                    return entry.path
+    return ""
+
+
 def _refuse_sockets(profile: Profile) -> None:
     """With AF_UNIX open, no bind may hold a socket: a read-only bind does not stop connect().
 
-    The host's own trees are walked once a process (0.3 s); enter.py walks the run's own at each start.
+    The host's own trees are walked once a process (half a second); enter.py walks the run's own each time.
     """
     for mount in profile.mounts if profile.sockets else ():
-        if mount.kind != "ro" or mount.source != mount.target or mount.source in _no_socket_in:
+        own = mount.kind == "ro" and mount.source == mount.target and os.path.isdir(mount.source)
+        if not own or mount.source in _no_socket_in:
             continue
-        for place, _, names in os.walk(mount.source):
-            for name in names:
-                if stat.S_ISSOCK(os.lstat(f"{place}/{name}").st_mode):
-                    raise _missing("source", f"{place}/{name} is a unix socket in a folder that every run sees")
+        found = _socket_below(mount.source)
+        if found:
+            raise _missing("source", f"{found} is a unix socket in a folder that every run sees")
         _no_socket_in.add(mount.source)
 
 
@@ -313,9 +329,10 @@ def _await_init(started: Started, spec: StartSpec, end: float) -> None:
 
 
 def _tear_down(process: subprocess.Popen[bytes], started: Started | None) -> None:
+    process.kill()
     if started is not None:
         started.kill()
-    process.kill()
+        select.select([started.init_pidfd], [], [], 5.0)  # readable once it is dead
     process.wait()
 
 

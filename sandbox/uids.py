@@ -45,15 +45,16 @@ def check_range(
 
 
 def in_use(proc: Path = Path("/proc")) -> frozenset[int]:
-    """Return the real uids of all processes of this host."""
-    found = set()
+    """Return the uids (real, effective, saved, file system) of all living processes of this host."""
+    found: set[int] = set()
     for entry in os.listdir(proc):
         if entry.isdigit():
             try:
-                found.add(os.stat(proc / entry).st_uid)
-                rows = (proc / entry / "status").read_text(errors="replace").split("\nUid:\t", 1)
-                found.update(int(u) for u in rows[1].split("\n", 1)[0].split()[:4])
-            except (OSError, IndexError, ValueError):  # it ended while we looked
+                status = (proc / entry / "status").read_text(errors="replace")
+                rows = dict(r.split(":\t", 1) for r in status.splitlines() if ":\t" in r)
+                if rows["State"][0] not in "ZX":  # a zombie only waits to be collected
+                    found.update(int(u) for u in rows["Uid"].split())
+            except (OSError, KeyError, IndexError, ValueError):  # it ended while we looked
                 continue
     return frozenset(found)
 
