@@ -20,6 +20,7 @@ def _words() -> argparse.ArgumentParser:
     serve = orders.add_parser("serve", help="take launch orders, until SIGTERM")
     serve.add_argument("--data-root", action="append", default=[], help="folder whose content plans may read")
     serve.add_argument("--broker-user", default="interlock-broker", help="user name or uid of the broker")
+    serve.add_argument("--uids", default="60100-60999", help="range of uids that belong to runs alone")
     signer = orders.add_parser("trust-signer", help="pin a bundle signer for this node, by local root only")
     signer.add_argument("public", type=Path)
     broker = orders.add_parser("broker", help=argparse.SUPPRESS)
@@ -36,13 +37,16 @@ def _serve(given: argparse.Namespace) -> None:
     from runners import broker_line, dataset
     from runners.folders import folders, require_joined, require_root
     from runners.node import Node, say
+    from runners.run_uid import uid_range
+    from sandbox.uids import Pool
 
     require_root()
     found = folders(given.state, given.runtime)
     require_joined(found)
     roots = dataset.data_roots(given.data_root)
     broker_line.broker_ids(given.broker_user)
-    node = Node(found, roots, given.broker_user)
+    first, last = uid_range(given.uids)
+    node = Node(found, roots, given.broker_user, Pool(first, last))
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: node.end())

@@ -83,8 +83,16 @@ class Attempt:
             self._ended()
             self._refused(refusal)
             return
-        outcome = self._accompany(launched)
-        self._settle(launched, outcome)
+        outcome = Outcome()
+        try:
+            self._accompany(launched, outcome)
+        finally:  # whatever failed here: the run ends, its mounts go, its uid waits for proof
+            outcome.result, outcome.why = self._ended()
+            try:
+                self._collect(launched, outcome)
+            finally:
+                self._take_away(launched, outcome.result)
+        self._report(outcome)
 
     # --- before GO --------------------------------------------------------------------------------------
 
@@ -133,9 +141,9 @@ class Attempt:
 
     # --- while it runs ----------------------------------------------------------------------------------
 
-    def _accompany(self, launched: Launched) -> Outcome:
-        """Ship output and wait until run init has exited; returns what it said."""
-        started, outcome = launched.started, Outcome()
+    def _accompany(self, launched: Launched, outcome: Outcome) -> None:
+        """Ship output and wait until run init has exited; `outcome` takes what it said."""
+        started = launched.started
         limit = self._order.plan.output_mb << 20
         outlet = Outlet(os.dup(started.output_fd), self._courier.folder / OUTPUT, limit, self._courier.grown)
         outlet.start()
@@ -145,10 +153,8 @@ class Attempt:
         while self._hear(started, outcome):
             continue
         started.process.wait()
-        outcome.result, outcome.why = self._ended()
         outlet.join(DRAIN_S)
         outcome.truncated_bytes, outcome.output_bytes = outlet.truncated, outlet.written
-        return outcome
 
     def _hear(self, started: Started, outcome: Outcome) -> bool:
         """Take one line of run init's report; returns whether there was one."""
@@ -174,12 +180,8 @@ class Attempt:
 
     # --- after it ---------------------------------------------------------------------------------------
 
-    def _settle(self, launched: Launched, outcome: Outcome) -> None:
-        """Collect, clean, record, and leave the rest to the courier."""
-        by_itself = outcome.exit is not None or outcome.signal is not None
-        if by_itself and outcome.why == "ended" and outcome.result == Result.CONFIRMED.value:
-            self._collect(launched, outcome)  # what a stop or a lost lease ended keeps its files to itself
-        self._take_away(launched, outcome.result)
+    def _report(self, outcome: Outcome) -> None:
+        """Record the end and leave the rest to the courier."""
         facts = {**outcome.as_json(), "output_bytes": outcome.output_bytes, "files": outcome.files,
                  "skipped": outcome.skipped}
         final: dict[str, Any] = {"state": "ended", "outcome": outcome.as_json()}
@@ -190,6 +192,10 @@ class Attempt:
         self._courier.finish(final)
 
     def _collect(self, launched: Launched, outcome: Outcome) -> None:
+        """Take the files of a run that ended by itself; what a stop or a lost lease ended keeps its own."""
+        by_itself = outcome.exit is not None or outcome.signal is not None
+        if not by_itself or outcome.why != "ended" or outcome.result != Result.CONFIRMED.value:
+            return
         launched.disk.tidy(launched.profile)
         harvest = collector.collect(launched.disk.work, self._order.plan.output_mb << 20)
         folder = self._courier.folder / FILES

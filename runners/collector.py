@@ -84,7 +84,7 @@ def _read_one(out: int, name: str, device: int, left: int) -> bytes | str:
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, dir_fd=out)
     except OSError as error:
         return f"not a regular file ({error.strerror})"
-    with os.fdopen(fd, "rb", buffering=0) as source:
+    try:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
             return "not a regular file"
@@ -92,7 +92,9 @@ def _read_one(out: int, name: str, device: int, left: int) -> bytes | str:
             return "on another file system"
         if info.st_size > left:
             return "over the byte budget of the plan"
-        return _read_up_to(source.fileno(), info.st_size)
+        return _read_up_to(fd, info.st_size)
+    finally:
+        os.close(fd)
 
 
 def _read_up_to(fd: int, size: int) -> bytes:

@@ -6,6 +6,7 @@ the sandbox starts. What fails tears down what it made.
 
 import re
 import socket
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from runners.admission import Admitted, action_of, dataset_of, resource_of
 from runners.broker_line import doorway
 from runners.dataset import within
 from runners.folders import put
+from runners.run_uid import with_uid
 from runners.station import Station
 from sandbox import work
 from sandbox.cgroup import Group
@@ -103,25 +105,25 @@ def start(permit: Admitted, order: LaunchOrder, station: Station, group: Group, 
     `fetch_code`. Raises Untrusted, Halted, Denied, LayerMissing, Conflict; then nothing is left behind.
     """
     plan = _resolved(station, order)
+    return with_uid(station.pool, lambda uid: _start(permit, order, station, plan, uid, group, page, code))
+
+
+def _start(
+    permit: Admitted, order: LaunchOrder, station: Station, plan: Plan, uid: int, group: Group, page: Path, code: str
+) -> Launched:
     folder = station.folders.run(order.run, order.attempt)
-    uid = station.pool.take()
-    disk: work.Disk | None = None
-    listener: socket.socket | None = None
-    try:
-        broker = str(folder / "guest.sock") if plan.guest else ""
-        names = ((RUN_ENV, order.run), ("INTERLOCK_ATTEMPT", str(order.attempt)))
-        profile = for_plan(plan, uid, station.host, code=code, broker=broker, env=names)
-        station.survey.require(profile)
+    broker = str(folder / "guest.sock") if plan.guest else ""
+    names = ((RUN_ENV, order.run), ("INTERLOCK_ATTEMPT", str(order.attempt)))
+    profile = for_plan(plan, uid, station.host, code=code, broker=broker, env=names)
+    station.survey.require(profile)
+    with ExitStack() as undo:
         disk = work.mount(station.folders.runtime, folder.name, profile)
-        if plan.guest:
-            listener = doorway(folder, uid)
+        undo.callback(disk.remove)
+        listener = doorway(folder, uid) if plan.guest else None
+        if listener is not None:
+            undo.callback(listener.close)
         spec = StartSpec(profile, plan.argv, group, page, disk)
         check(permit, order, station.page.epoch())
-        return Launched(start_sandbox(spec), profile, disk, uid, group, listener)
-    except BaseException:
-        if listener is not None:
-            listener.close()
-        if disk is not None:
-            disk.remove()
-        station.pool.release(uid)
-        raise
+        launched = Launched(start_sandbox(spec), profile, disk, uid, group, listener)
+        undo.pop_all()
+        return launched

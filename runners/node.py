@@ -47,7 +47,7 @@ END_S = 15.0
 class Node:
     """One node program. `start`, then `serve` until `end` from a signal handler, then `close`."""
 
-    def __init__(self, found: Folders, roots: Sequence[Path], broker_user: str) -> None:
+    def __init__(self, found: Folders, roots: Sequence[Path], broker_user: str, pool: uids.Pool) -> None:
         self.folders = found
         self._lock = _hold(found)
         self._user = broker_user
@@ -61,7 +61,6 @@ class Node:
         self.spool = Spool(found.node / "spool", self.upstream.node, "launcher")
         self.used = launch_order.UsedOrders(found.node / "used-orders")
         self.pinned = Pinned(found)
-        pool = uids.Pool()
         self.survey = Survey(layers.this_host(), found, roots, pool, self.spool.record, self.upstream.node)
         self.watcher = Watcher()
         self.shipper = Shipper((found.node / "spool", found.broker_spool), self.upstream, boot_id())

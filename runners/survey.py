@@ -8,8 +8,8 @@ import hashlib
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from interlock.order import Plan
 from interlock.tier import PROFILES, Tier
 from runners.broker_line import doorway
 from runners.folders import Folders
+from runners.run_uid import with_uid
 from sandbox import layers, probe
 from sandbox.cgroup import own_tree
 from sandbox.profile import Host, Profile, for_plan, shape_for
@@ -89,31 +90,29 @@ class Survey:
         if missing:
             return Probed(name, shape.digest(), None, f"layer:{missing[0].name}")
         try:
-            with self._profile(tier, guest) as (profile, place):
-                tree = own_tree("interlock-probes-" + hashlib.sha256(os.fsencode(place)).hexdigest()[:8])
-                try:
-                    cache = self.folders.node / "probes.json"
-                    return Probed(name, profile.probed_as(), probe.run_all(profile, tree, place, cache=cache))
-                finally:
-                    with suppress(OSError):
-                        tree.remove()
+            return self._run_probes(name, tier, guest)
         except Refusal as refusal:
             return Probed(name, shape.digest(), None, refusal.code)
 
-    @contextmanager
-    def _profile(self, tier: Tier, guest: bool) -> Iterator[tuple[Profile, Path]]:
-        """Yield the profile of a small plan under a free uid, and a place that is gone afterwards."""
+    def _run_probes(self, name: str, tier: Tier, guest: bool) -> Probed:
+        """Run them in the profile of a small plan, in groups and mounts that are gone afterwards."""
         place = self.folders.runtime / "probe"
         place.mkdir(mode=0o755, exist_ok=True)
-        uid = self.pool.take()
-        listener = doorway(place, uid) if guest else None
-        try:
-            plan = Plan(("true",), tier, "probe", guest=guest)
-            yield for_plan(plan, uid, self.host, broker=str(place / "guest.sock") if guest else ""), place
-        finally:
-            if listener is not None:
-                listener.close()
+        tree = own_tree("interlock-probes-" + hashlib.sha256(os.fsencode(place)).hexdigest()[:8])
+
+        def run(uid: int) -> Probed:
+            with doorway(place, uid) if guest else nullcontext():
+                socket = str(place / "guest.sock") if guest else ""
+                profile = for_plan(Plan(("true",), tier, "probe", guest=guest), uid, self.host, broker=socket)
+                report = probe.run_all(profile, tree, place, cache=self.folders.node / "probes.json")
             self.pool.release(uid)
+            return Probed(name, profile.probed_as(), report)
+
+        try:
+            return with_uid(self.pool, run)
+        finally:
+            with suppress(OSError):
+                tree.remove()
             shutil.rmtree(place)
 
     def require(self, profile: Profile) -> None:

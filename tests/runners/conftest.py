@@ -10,8 +10,10 @@ import pytest
 
 from runners.folders import Folders
 from runners.join import join
+from tests.runners.programs import Lab
 from tests.runners.simulator import Simulator, Site
 
+PROBES = Path(tempfile.gettempdir()) / f"ilprobes{os.getpid()}.json"
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: a node runs as root")
 
 
@@ -44,3 +46,32 @@ def host(short: Path) -> Folders:
 def joined(simulator: Simulator, host: Folders, short: Path) -> Folders:
     join(simulator.join_file(short / "join.json"), host)
     return host
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """One host for all tests that only launch; real supervisor, real node."""
+    path = Path(tempfile.mkdtemp(prefix="ill", dir="/tmp"))
+    path.chmod(0o755)
+    found = None
+    try:
+        found = Lab(path, PROBES)
+        yield found
+    finally:
+        if found is not None:
+            found.end()
+        shutil.rmtree(path)
+
+
+@pytest.fixture
+def own_lab(short: Path) -> Iterator[Lab]:
+    """A host of its own, for tests that stop everything or kill a program."""
+    found = Lab(short, PROBES)
+    yield found
+    found.end()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forget_probes() -> Iterator[None]:
+    yield
+    PROBES.unlink(missing_ok=True)

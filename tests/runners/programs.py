@@ -3,9 +3,11 @@
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,17 @@ from interlock.canon import digest_bytes
 from interlock.order import Dataset, Labels, LaunchOrder, Plan
 from interlock.signed import public_text
 from interlock.tier import PROFILES, Tier
+from killswitch.client import Supervisor
 from policy import bundle
 from runners.folders import Folders
-from tests.runners.simulator import Site
+from runners.join import join
+from sandbox.cgroup import Group
+from tests.runners.simulator import Simulator, Site
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "policy"
 BROKER_UID = "59990"
+# a part of the range for each test process, so that tests side by side on one host do not meet
+UIDS = f"{60100 + os.getpid() % 9 * 100}-{60199 + os.getpid() % 9 * 100}"
 
 
 def give_bundle(site: Site) -> None:
@@ -36,16 +43,16 @@ def give_bundle(site: Site) -> None:
     site.roles = [{"person": "ada", "tenant": "lab", "role": "researcher"}]
 
 
-def order(site: Site, *argv: str, run: str = "", attempt: int = 1, epoch: int | None = None,
-          facts: dict[str, Any] | None = None, tier: Tier = Tier.NONE, **plan: Any) -> LaunchOrder:
-    """Return a launch order of ada's for the site's node."""
+def order(site: Site, *argv: str, run: str = "", attempt: int = 1, epoch: int | None = None, owner: str = "ada",
+          facts: dict[str, Any] | None = None, tier: Tier = Tier.NONE, lease_ms: int = 0, **plan: Any) -> LaunchOrder:
+    """Return a launch order for the site's node; `lease_ms` shortens lease and absence limit."""
     run = run or new_id("run")
     profile = PROFILES[tier]
     made = Plan(argv, tier, "lab", **plan)
-    labels = Labels("lab", "ada", "ada", run, site.node, tier)
+    labels = Labels("lab", owner, owner, run, site.node, tier)
     told = {"mfa_age_ms": 1000, "mfa_bound": made.digest(), "approvals": 2} if facts is None else facts
     return LaunchOrder(new_id("launch"), run, attempt, labels, made, site.epoch if epoch is None else epoch,
-                       profile.lease_ms, profile.absent_ms, told)
+                       lease_ms or profile.lease_ms, lease_ms or profile.absent_ms, told)
 
 
 def code(site: Site, name: str, text: str) -> tuple[tuple[str, str], ...]:
@@ -111,4 +118,84 @@ def supervisor(host: Folders) -> Program:
 
 def node(host: Folders, *words: str) -> Program:
     return Program(host.state / "node.log", "runners", "serve", "--state", str(host.state),
-                   "--runtime", str(host.runtime), "--broker-user", BROKER_UID, *words)
+                   "--runtime", str(host.runtime), "--broker-user", BROKER_UID, "--uids", UIDS, *words)
+
+
+class Lab:
+    """A joined host with both programs, and the site that they talk to. `data` is a data root."""
+
+    def __init__(self, short: Path, probes: Path) -> None:
+        self.site = Site(short / "site")
+        give_bundle(self.site)
+        self.simulator = Simulator(self.site)
+        self.host = Folders(short / "s", short / "r")
+        self.data = Path(tempfile.mkdtemp(prefix="ilr", dir="/srv"))  # nothing below /tmp is shown to a run
+        self.data.chmod(0o755)
+        self._probes = probes
+        self.supervisor: Program | None = None
+        self.node: Program | None = None
+        try:
+            join(self.simulator.join_file(short / "join.json"), self.host)
+            self.supervisor = supervisor(self.host)
+            self.start_node()
+        except BaseException:
+            self.end()
+            raise
+
+    def start_node(self) -> None:
+        """Start the node; the probes of this boot are asked once for all tests."""
+        kept = self.host.node / "probes.json"
+        if self._probes.exists() and not kept.exists():
+            shutil.copy(self._probes, kept)
+        self.node = node(self.host, "--data-root", str(self.data))
+        shutil.copy(kept, self._probes)
+
+    def launch(self, *argv: str, **plan: Any) -> LaunchOrder:
+        """Hand out a launch order."""
+        made = order(self.site, *argv, **plan)
+        self.site.launch(made)
+        return made
+
+    def over(self, made: LaunchOrder, seconds: float = 20.0) -> dict[str, Any]:
+        """Return the last state report of the attempt."""
+        found: dict[str, Any] = self.site.wait_for(lambda: next(
+            (s for s in self.site.states if (s["run"], s["attempt"]) == (made.run, made.attempt)
+             and s["state"] in ("ended", "refused")), None), seconds)
+        return found
+
+    def ended(self, made: LaunchOrder, seconds: float = 20.0) -> dict[str, Any]:
+        """Return the outcome of an attempt that was not refused."""
+        final = self.over(made, seconds)
+        assert final["state"] == "ended", (final, self.node and self.node.said())
+        outcome: dict[str, Any] = final["outcome"]
+        return outcome
+
+    def live(self, made: LaunchOrder) -> None:
+        """Wait until the attempt is live."""
+        self.site.wait_for(lambda: self.site.state_of(made.run, "live"))
+
+    def said(self, made: LaunchOrder) -> str:
+        """Return the output so far."""
+        return self.site.output.get(f"{made.run}.{made.attempt}", b"").decode(errors="replace")
+
+    def pids(self, made: LaunchOrder) -> list[int]:
+        """Return the processes of the attempt, as its control group says."""
+        client = Supervisor(self.host.socket)
+        for row in client.ask("status")["runs"]:
+            if row["run"] == made.run and row["attempt"] == made.attempt and row["state"] != "gone":
+                return Group(f"{made.run}.{made.attempt}", groups_of(self.host, made)).pids()
+        return []
+
+    def end(self) -> None:
+        """End both programs and the site."""
+        for program in (self.node, self.supervisor):
+            if program is not None:
+                program.end()
+        self.simulator.away()
+        shutil.rmtree(self.data)
+
+
+def groups_of(host: Folders, made: LaunchOrder) -> dict[str, str]:
+    """Return the control groups of an attempt from the supervisor's note about its tree."""
+    paths = json.loads((host.supervisor / "tree.json").read_bytes())["paths"]
+    return {name: f"{path}/{made.run}.{made.attempt}" for name, path in paths.items()}
