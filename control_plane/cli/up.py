@@ -301,11 +301,12 @@ def attend(here: Invocation, places: Places) -> int:
 def bootstrap(
     ctx: typer.Context,
     state_folder: StateOption = None,
+    runtime: RuntimeOption = None,
     recover: Annotated[bool, typer.Option("--recover", help="A lost administrator; control plane stopped.")] = False,
 ) -> None:
     """Make the one-time link of the first administrator. It is shown here and nowhere else."""
     here = Invocation.of(ctx)
-    places = Places.of(state_folder, None if state_folder is None else state_folder / "run")
+    places = Places.of(state_folder, runtime)
     control = owners.owner(owners.CONTROL_USER) if os.geteuid() == 0 else None
     words = ["--recover"] if recover else []
     said = programs.ask(control_argv(places, control, "bootstrap", *words), what="bootstrap")

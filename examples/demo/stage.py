@@ -1,5 +1,6 @@
 """What the demo stands on: the command, its answers, the phones of its people, the table at the end."""
 
+import errno
 import hashlib
 import json
 import os
@@ -152,9 +153,8 @@ class Stage:
             raise StepFailed(f"interlock {' '.join(words[:2])} was not refused: {brief(value)}")
         if error["code"].split(".")[0] != code.split(".")[0] or not error["code"].startswith(code):
             raise StepFailed(f"refused with {error['code']}, expected {code}: {error.get('message')}")
-        self.proof(**{f"{who or 'refused'} · {error['code']}": error["message"]})
-        if error.get("next_step"):
-            self.proof(next_step=error["next_step"])
+        step = f" → {error['next_step']}" if error.get("next_step") else ""
+        self.proof(**{f"{who} is refused": f"[{error['code']}] {error['message']}{step}"})
         return error
 
     def program(self, module: str, *words: str) -> dict[str, Any]:
@@ -236,10 +236,12 @@ def free_ports() -> tuple[int, int]:
 
 
 def _free(port: int) -> bool:
-    with socket.socket() as one:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
         try:
-            one.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-        return True
+            with socket.socket(family) as one:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                one.bind((address, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return False
+    return True

@@ -136,7 +136,7 @@ def refusals(cast: Cast) -> str:
     stage = cast.stage
     plain = ["--", "python3", "-c", "print(1)"]
     stage.refused("denied", "run", *plain, who="casey")
-    stage.refused("step_up_required", "run", "--tier", "high", *plain, who="remy")
+    stage.refused("step_up_required", "run", "--no-wait", *HOSTILE, *HOSTILE_COMMAND, who="remy")
     error = stage.refused("approval_required", "run", "--no-wait", *HOSTILE, *HOSTILE_COMMAND, who="remy",
                           otp=cast.phones["remy"].code())
     cast.request = error["details"]["request"]
