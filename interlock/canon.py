@@ -13,7 +13,7 @@ from typing import Any
 
 from interlock.errors import Malformed
 
-_KEY = re.compile(r"^[a-z0-9_.:/@-]{1,128}$")
+_KEY = re.compile(r"[a-z0-9_.:/@-]{1,128}")
 _MAX_INT = 2**53 - 1
 _MAX_DEPTH = 16
 
@@ -35,7 +35,7 @@ def _check(value: object, depth: int) -> None:
         return
     if isinstance(value, Mapping):
         for key, item in value.items():
-            if not isinstance(key, str) or not _KEY.match(key):
+            if not isinstance(key, str) or not _KEY.fullmatch(key):
                 raise Malformed("a key is not lower-case ASCII")
             _check(item, depth + 1)
         return

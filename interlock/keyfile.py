@@ -34,16 +34,18 @@ def read_private(path: Path, *, limit: int = 65536) -> bytes:
     Unavailable when it cannot be opened.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # without O_NONBLOCK a pipe in place of the file would hold us for ever
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise Unavailable(
             f"cannot read the key file {path}: {error.strerror}", code="key_file",
             next_step="check that it exists and that you own it",
         ) from None
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode) or info.st_uid not in (0, os.geteuid()):
+        os.close(fd)
+        raise Untrusted(f"{path} is not a regular file of yours", code="key_file")
     with os.fdopen(fd, "rb") as source:
-        info = os.fstat(source.fileno())
-        if not stat.S_ISREG(info.st_mode) or info.st_uid not in (0, os.geteuid()):
-            raise Untrusted(f"{path} is not a regular file of yours", code="key_file")
         if info.st_mode & 0o077:
             raise Untrusted(
                 f"others can read {path}", code="key_file_mode", next_step=f"chmod 600 {path}"

@@ -179,6 +179,29 @@ def test_D4_four_threads_share_one_engine(engine: Callable[..., Engine]) -> None
     assert not wrong
 
 
+def test_T9_a_reload_never_opens_a_denied_call(load: Callable[..., Bundle]) -> None:
+    bundle = load(FEW + "p, everyone, *, pool/closed, launch, *, -, deny\n")
+    slot, ended, wrong = [Engine(bundle, lambda: NOW)], threading.Event(), []
+
+    def read() -> None:
+        while not ended.is_set():
+            one = slot[0]
+            if one.decide(call(name="closed"), RESEARCHER).code != "deny_rule":
+                wrong.append("closed")
+            if not one.decide(call(name="open"), RESEARCHER).allowed:
+                wrong.append("open")
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for t in readers:
+        t.start()
+    for _ in range(40):
+        slot[0] = Engine(bundle, lambda: NOW)
+    ended.set()
+    for t in readers:
+        t.join()
+    assert not wrong
+
+
 def test_refuses_when_casbin_is_installed_twice() -> None:
     def only(*names: str) -> Callable[[str], object]:
         def find(name: str) -> object:
