@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -254,14 +255,16 @@ class Ledger:
         """Return an inclusion proof for each of `indexes`, as proof() does."""
         size = self._within(size)
         with self._reading() as connection:
-            nodes = self._tree.nodes(connection)
-            return [merkle.inclusion(index, size, nodes) for index in indexes]
+            asks = [partial(merkle.inclusion, index, size) for index in indexes]
+            nodes = self._tree.gather(connection, *asks)
+            return [ask(nodes) for ask in asks]
 
     def consistency(self, old: int, new: int | None = None) -> list[bytes]:
         """Return the proof that the log of `old` records is a prefix of that of `new`; raises like proof()."""
         new = self._within(new)
         with self._reading() as connection:
-            return merkle.consistency(old, new, self._tree.nodes(connection))
+            ask = partial(merkle.consistency, old, new)
+            return ask(self._tree.gather(connection, ask))
 
     def _within(self, size: int | None) -> int:
         signed = self.head().size

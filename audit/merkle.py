@@ -54,7 +54,7 @@ def fold(peaks: Sequence[bytes]) -> bytes:
 def grow(size: int, hashes: Sequence[bytes], nodes: Nodes) -> dict[tuple[int, int], bytes]:
     """Return the complete subtrees (levels above 0) that appending `hashes` to a tree of `size` finishes.
 
-    `nodes` gives the left siblings that are stored already, at most one a level.
+    `nodes` gives the left siblings that are stored already: the peaks of the old tree, what span(0, size) reads.
     """
     made: dict[tuple[int, int], bytes] = {}
     level, start, row = 0, size, list(hashes)

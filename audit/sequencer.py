@@ -9,7 +9,8 @@ Promises
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from sqlalchemy import Connection, Engine, RowMapping, delete, func, insert, select, update
@@ -61,8 +62,16 @@ class Sequencer:
         if signed and self._signer.last() is None:
             raise Conflict("the last signed tree head is not remembered beside the key", code="last_head",
                            next_step="restore the file; it guards against a forked log")
-        nodes = self._tree.nodes(connection)
+        nodes = self._nodes(connection, size)
         self._signer.check(size, merkle.span(0, size, nodes), lambda a, b: merkle.consistency(a, b, nodes))
+
+    def _nodes(self, connection: Connection, size: int) -> merkle.Nodes:
+        """Return what the root of `size` and the proof from the last signed head need."""
+        last = self._signer.last()
+        asks: list[Callable[[merkle.Nodes], object]] = [partial(merkle.span, 0, size)]
+        if last is not None and 0 < last.size <= size:
+            asks.append(partial(merkle.consistency, last.size, size))
+        return self._tree.gather(connection, *asks)
 
     def _hold(self, connection: Connection) -> None:
         """Hold the fence row for this transaction, first of all; raises Conflict (``conflict.fenced``)."""
@@ -97,7 +106,8 @@ class Sequencer:
         leaves = self._leaves(connection, size, rows)
         if leaves:
             connection.execute(insert(self._t.leaves), leaves)
-            made = merkle.grow(size, [x["leaf_hash"] for x in leaves], self._tree.nodes(connection))
+            peaks = self._tree.gather(connection, partial(merkle.span, 0, size))
+            made = merkle.grow(size, [x["leaf_hash"] for x in leaves], peaks)
             if made:
                 connection.execute(
                     insert(self._t.nodes), [{"level": k, "position": p, "hash": h} for (k, p), h in made.items()]
@@ -127,7 +137,7 @@ class Sequencer:
         size, heads = self._tree.size(connection), self._t.heads
         if connection.execute(select(heads.c.size).where(heads.c.size == size)).first() is not None:
             return
-        nodes = self._tree.nodes(connection)
+        nodes = self._nodes(connection, size)
         root = merkle.span(0, size, nodes)
         note = self._signer.sign(size, root, lambda a, b: merkle.consistency(a, b, nodes))
         connection.execute(

@@ -1,16 +1,17 @@
 """The tree as it lies in the tables: its size, its nodes, and whether an event is in it."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, func, select, tuple_
 from sqlalchemy.exc import InterfaceError, OperationalError
 
 from audit.merkle import Nodes
 from audit.tables import LedgerTables
 from interlock.errors import Conflict, Unavailable
+
+_CHUNK = 500
 
 
 def now_us() -> int:
@@ -44,19 +45,43 @@ class StoredTree:
         query = select(self._leaves.c.event_id).where(self._leaves.c.event_id.in_(ids))
         return {str(i) for i in connection.execute(query).scalars()}
 
-    def nodes(self, connection: Connection) -> Nodes:
-        """Return a reader of complete subtrees; raises Conflict (``conflict.fork``) where one is missing."""
+    def gather(self, connection: Connection, *asks: Callable[[Nodes], object]) -> Nodes:
+        """Return a reader of the nodes that `asks` (functions of merkle, bound but for the reader) will want.
 
-        @lru_cache(maxsize=1 << 16)
+        They run once on blanks to learn which, then all are read in few statements. The reader raises
+        Conflict (``conflict.fork``) where the database lacks one.
+        """
+        wanted: dict[tuple[int, int], None] = {}
+
+        def note(level: int, position: int) -> bytes:
+            wanted[level, position] = None
+            return bytes(32)
+
+        for ask in asks:
+            ask(note)
+        found = self._read(connection, list(wanted))
+
         def stored(level: int, position: int) -> bytes:
-            query = select(self._leaves.c.leaf_hash).where(self._leaves.c.log_index == position)
-            if level:
-                nodes = self._nodes
-                query = select(nodes.c.hash).where(nodes.c.level == level, nodes.c.position == position)
-            found = connection.execute(query).scalar_one_or_none()
-            if found is None:
+            try:
+                return found[level, position]
+            except KeyError:
                 raise Conflict("a node of the tree is missing in the database", code="fork",
-                               next_step="restore the newest database")
-            return bytes(found)
+                               next_step="restore the newest database") from None
 
         return stored
+
+    def _read(self, connection: Connection, wanted: list[tuple[int, int]]) -> dict[tuple[int, int], bytes]:
+        leaves, nodes = self._leaves, self._nodes
+        found: dict[tuple[int, int], bytes] = {}
+        for at in range(0, len(wanted), _CHUNK):
+            part = wanted[at : at + _CHUNK]
+            low = [position for level, position in part if not level]
+            high = [(level, position) for level, position in part if level]
+            if low:
+                query = select(leaves.c.log_index, leaves.c.leaf_hash).where(leaves.c.log_index.in_(low))
+                found.update(((0, int(i)), bytes(h)) for i, h in connection.execute(query))
+            if high:
+                key = tuple_(nodes.c.level, nodes.c.position)
+                rows = connection.execute(select(nodes.c.level, nodes.c.position, nodes.c.hash).where(key.in_(high)))
+                found.update(((int(k), int(p)), bytes(h)) for k, p, h in rows)
+        return found
