@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import IntegrityError
 
 from control_plane.auth import links, passwords, sessions, throttle, totp
-from control_plane.auth.site import Site, state
+from control_plane.auth.site import APPROVER, Site, state
 from control_plane.store import people
 from control_plane.store.db import now_us, reading, writing
 from interlock.call import Action, Call, Resource, Subject, new_id
@@ -49,7 +49,7 @@ def begin(site: Site, secret: str, name: str, password: str, person_key: str, so
         link = links.open_link(connection, secret)
     wanted = _chosen(link, name)
     passwords.check_new(password, wanted)
-    key = public_text(public_from_text(person_key))
+    key = _key(link, person_key)
     factor = totp.new_secret()
     person = people.Person(
         link.person or new_id("per"), wanted, link.tenant, "person", "", passwords.hashed(password), None, -1, False,
@@ -65,9 +65,16 @@ def begin(site: Site, secret: str, name: str, password: str, person_key: str, so
     return Begun(person.id, factor, totp.uri(factor, wanted))
 
 
+def _key(link: people.Link, person_key: str) -> str:
+    """Return the public person key; a browser has none, which is enough for everybody but an approver."""
+    if person_key or APPROVER in link.role_names:
+        return public_text(public_from_text(person_key))
+    return ""
+
+
 def _keep(connection: Connection, secret: str, person: people.Person) -> None:
     link = links.open_link(connection, secret)  # again, under the write lock
-    if any(p.id != person.id for p in people.by_key(connection, person.person_key)):
+    if person.person_key and any(p.id != person.id for p in people.by_key(connection, person.person_key)):
         raise Conflict("another person has this person key", code="person_key", next_step="make a key of your own")
     if not people.bind_link(connection, link.hash, person.id):
         raise Conflict("this enrolment was begun elsewhere at the same moment", code="enrolment", next_step="try again")

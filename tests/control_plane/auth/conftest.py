@@ -2,11 +2,13 @@
 
 import base64
 import secrets
+import shutil
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -172,14 +174,14 @@ def rules(folder: Path) -> Rules:
     return Rules(bundle.read(archive, pinned, None))
 
 
-def build(folder: Path, active: Rules | None) -> FastAPI:
+def build(folder: Path, active: Rules | None, kek: bytes) -> FastAPI:
     """The identity part of the app, joined as the composition root joins it."""
     engine = open_engine(f"sqlite:///{folder / 'control.db'}")
     run.upgrade(engine)
     ledger = Ledger(engine, tables.ledger, Ed25519PrivateKey.generate(), "test.example/ledger",
                     last_head=folder / "head.json")
     app = FastAPI()
-    app.state.engine, app.state.kek, app.state.ledger = engine, secrets.token_bytes(32), ledger
+    app.state.engine, app.state.kek, app.state.ledger = engine, kek, ledger
     app.state.gate = Gate(partial(decide, active), lambda _: None, ledger.record, lambda: 0)
     app.state.settings = SimpleNamespace(people_url="http://localhost:7070")
     app.state.desk = Desk()
@@ -194,50 +196,111 @@ def example_rules(tmp_path_factory: pytest.TempPathFactory) -> Rules:
     return rules(tmp_path_factory.mktemp("policy"))
 
 
-def serve(app: FastAPI) -> Iterator[str]:
-    """Serve `app` by uvicorn in a thread, as the control plane does: proxy headers are not trusted."""
-    listener = socket.socket()
+class Door:
+    """One uvicorn for all tests of the room: it hands each request to the app of the present test."""
+
+    app: FastAPI
+    url: str
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.app(scope, receive, send)
+
+
+@pytest.fixture(scope="session")
+def door() -> Iterator[Door]:
+    """Serve by uvicorn in a thread, as the control plane does: proxy headers are not trusted."""
+    made = Door()
+    # asyncio sets TCP_NODELAY only where the protocol is named; without it each answer waits 40 ms.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
-    config = uvicorn.Config(app, log_level="critical", proxy_headers=False, lifespan="off", ws="none")
+    config = uvicorn.Config(made, log_level="critical", proxy_headers=False, lifespan="off", ws="none")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     while not server.started:
         time.sleep(0.01)
+    made.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield made
     finally:
         server.should_exit = True
         thread.join(20)
         listener.close()
 
 
-@pytest.fixture
-def empty(tmp_path: Path, example_rules: Rules, monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
-    """A site with nobody in it."""
-    app, clock = build(tmp_path, example_rules), Clock()
-    monkeypatch.setattr(totp, "time", clock)
-    monkeypatch.setattr(passwords, "_HASHER", QUICK)
-    for url in serve(app):
+@contextmanager
+def opened(door: Door, folder: Path, active: Rules, kek: bytes, clock: Clock) -> Iterator[House]:
+    """Serve the database in `folder` (an empty one is made)."""
+    with pytest.MonkeyPatch.context() as patch:
+        app = build(folder, active, kek)
+        patch.setattr(totp, "time", clock)
+        patch.setattr(passwords, "_HASHER", QUICK)
+        door.app = app
         with httpx.Client(trust_env=False, timeout=60, verify=False) as client:
-            yield House(url, app, app.state.engine, clock, client)
-    app.state.engine.dispose()
+            yield House(door.url, app, app.state.engine, clock, client)
+        app.state.engine.dispose()
+
+
+@dataclass
+class Template:
+    """A database in which people have enrolled; each test serves a copy of its own."""
+
+    folder: Path
+    kek: bytes
+    timecode: int
+    humans: dict[str, Human]
+
+
+def _template(door: Door, folder: Path, active: Rules, *roles: tuple[str, str]) -> Template:
+    kek, clock = secrets.token_bytes(32), Clock()
+    with opened(door, folder, active, kek, clock) as house:
+        house.enrol(links.bootstrap(house.engine, house.site.ledger), "ada")
+        for name, role in roles:
+            house.join(name, role)
+    return Template(folder, kek, clock.timecode, house.humans)
+
+
+@pytest.fixture(scope="session")
+def with_ada(door: Door, tmp_path_factory: pytest.TempPathFactory, example_rules: Rules) -> Template:
+    return _template(door, tmp_path_factory.mktemp("ada"), example_rules)
+
+
+@pytest.fixture(scope="session")
+def with_five(door: Door, tmp_path_factory: pytest.TempPathFactory, example_rules: Rules) -> Template:
+    roles = ("rob", "researcher"), ("sue", "safety_officer"), ("sam", "safety_officer"), ("olly", "on_call")
+    return _template(door, tmp_path_factory.mktemp("five"), example_rules, *roles)
+
+
+@contextmanager
+def copied(door: Door, template: Template, folder: Path, active: Rules) -> Iterator[House]:
+    """Serve a copy of the template's database; the humans keep their sessions, phones and keys."""
+    clock = Clock()
+    clock.timecode = template.timecode
+    shutil.copy2(template.folder / "control.db", folder / "control.db")
+    with opened(door, folder, active, template.kek, clock) as house:
+        house.humans = {name: replace(human) for name, human in template.humans.items()}
+        yield house
 
 
 @pytest.fixture
-def house(empty: House) -> House:
+def empty(door: Door, tmp_path: Path, example_rules: Rules) -> Iterator[House]:
+    """A site with nobody in it."""
+    with opened(door, tmp_path, example_rules, secrets.token_bytes(32), Clock()) as house:
+        yield house
+
+
+@pytest.fixture
+def house(door: Door, tmp_path: Path, example_rules: Rules, with_ada: Template) -> Iterator[House]:
     """A site whose administrator ada has enrolled through the bootstrap link."""
-    empty.enrol(links.bootstrap(empty.engine, empty.site.ledger), "ada")
-    return empty
+    with copied(door, with_ada, tmp_path, example_rules) as made:
+        yield made
 
 
 @pytest.fixture
-def lab(house: House) -> House:
+def lab(door: Door, tmp_path: Path, example_rules: Rules, with_five: Template) -> Iterator[House]:
     """Administrator ada, researcher rob, safety officers sue and sam, on-call olly."""
-    for name, role in (("rob", "researcher"), ("sue", "safety_officer"), ("sam", "safety_officer"),
-                       ("olly", "on_call")):
-        house.join(name, role)
-    return house
+    with copied(door, with_five, tmp_path, example_rules) as made:
+        yield made
 
 
 def at_once(count: int, act: Callable[[int], T]) -> list[T]:
@@ -261,4 +324,4 @@ def raw_key() -> str:
     return base64.b64encode(secrets.token_bytes(32)).decode()
 
 
-__all__ = ["Clock", "Desk", "House", "Human", "Phone", "at_once", "build", "serve"]
+__all__ = ["Clock", "Desk", "House", "Human", "Phone", "at_once"]
