@@ -2,6 +2,11 @@
 
 Every source is a path below SOURCES, where `enter.py` has bound what it opened and checked as root: the
 run's own uid, under which bubblewrap works, could not reach a source in a closed folder.
+
+`--die-with-parent` is left out on purpose. It is tied to the THREAD that started bubblewrap, so the end of a
+worker thread would kill a run, and a signal between its two processes can leave the inner one waiting for the
+outer for ever. Run init watches a pipe of the launcher instead (beside the supervisor's), which has neither
+fault: the launcher's death ends the run by end of file.
 """
 
 from dataclasses import dataclass
@@ -46,7 +51,7 @@ def argv(profile: Profile, descriptors: Descriptors, bwrap: str = "/usr/bin/bwra
     `bwrap` is an absolute path: PATH belongs to whoever calls. Refuses nothing: profile.py has.
     """
     out = [bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL"]
-    out += ["--new-session", "--die-with-parent", "--as-pid-1", "--hostname", "run", "--clearenv"]
+    out += ["--new-session", "--as-pid-1", "--hostname", "run", "--clearenv"]
     for name, value in profile.env:
         out += ["--setenv", name, value]
     for index, mount in enumerate((*profile.mounts, *profile.sockets)):

@@ -4,15 +4,15 @@ Rules that a reviewer ticks off:
 1. PR_SET_DUMPABLE 0 comes first: else a workload of the same uid rewrites this process by /proc/1/mem.
 2. The self-check is reported before anything waits; the launcher judges it, from the host's side too.
 3. No code of the workload runs before the byte ``G`` came through the lease pipe (the supervisor's).
-4. The end comes by itself: end of file on the pipe, the deadline in the page (looked at every 100 ms at
-   the latest, CLOCK_BOOTTIME, boot id compared), or the end of the main child. pid 1 ends → the kernel
-   ends everything in the namespace.
+4. The end comes by itself: end of file on the lease pipe (supervisor gone), end of file on the keep pipe
+   (launcher gone), the deadline in the page (looked at every 100 ms at the latest, CLOCK_BOOTTIME, boot id
+   compared), or the end of the main child. pid 1 ends → the kernel ends everything in the namespace.
 5. It holds no secret, reads nothing but pipe and page, and ignores every signal that it may.
 
 Page: 8 bytes ``ILKDEAD1``, u64 little-endian deadline in ns of CLOCK_BOOTTIME, 16 bytes boot id. A page
 that is anything else counts as a deadline that has passed.
 Report lines (JSON): ``{"self_check": {…}}``, ``{"go": true}``, then one of ``{"exit": N}``,
-``{"signal": N}``, ``{"why": "pipe"|"deadline"|"start", …}``.
+``{"signal": N}``, ``{"why": "pipe"|"launcher"|"deadline"|"start"}``.
 """
 
 import ctypes
@@ -108,12 +108,21 @@ def self_check(expected: list[int], landlock: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _wait_for_go(pipe: int, deadline: _Deadline) -> str:
-    """Return "" after GO, else why the run must end."""
+def _ears(pipe: int, keep: int) -> select.poll:
     poll = select.poll()
     poll.register(pipe, select.POLLIN | select.POLLHUP)
+    poll.register(keep, select.POLLHUP)
+    return poll
+
+
+def _wait_for_go(pipe: int, keep: int, deadline: _Deadline) -> str:
+    """Return "" after GO, else why the run must end."""
+    poll = _ears(pipe, keep)
     while deadline.left_ns() > 0:
-        if poll.poll(_POLL_MS):
+        heard = [fd for fd, _ in poll.poll(_POLL_MS)]
+        if keep in heard:
+            return "launcher"
+        if pipe in heard:
             byte = os.read(pipe, 1)
             return "" if byte == b"G" else "pipe"
     return "deadline"
@@ -154,9 +163,8 @@ def _reap(child: int) -> dict[str, Any] | None:
             outcome = {"signal": os.WTERMSIG(status)} if signalled else {"exit": os.WEXITSTATUS(status)}
 
 
-def _watch(child: int, pipe: int, deadline: _Deadline) -> dict[str, Any]:
-    poll = select.poll()
-    poll.register(pipe, select.POLLIN | select.POLLHUP)
+def _watch(child: int, pipe: int, keep: int, deadline: _Deadline) -> dict[str, Any]:
+    poll = _ears(pipe, keep)
     bell, ring = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(ring, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -170,6 +178,8 @@ def _watch(child: int, pipe: int, deadline: _Deadline) -> dict[str, Any]:
         for fd, _ in poll.poll(_POLL_MS):
             if fd == bell:
                 os.read(bell, 4096)
+            elif fd == keep:
+                return {"why": "launcher"}
             elif os.read(pipe, 64) == b"":
                 return {"why": "pipe"}
 
@@ -180,11 +190,11 @@ def main() -> NoReturn:
     with os.fdopen(int(sys.argv[1]), "rb") as file:
         spec = json.load(file)
     landlock = runpy.run_path(os.path.join(os.path.dirname(os.path.abspath(__file__)), "landlock.py"))
-    pipe, report = spec["pipe"], spec["report"]
-    check = self_check([pipe, report, spec["page"]], landlock)
+    pipe, keep, report = spec["pipe"], spec["keep"], spec["report"]
+    check = self_check([pipe, keep, report, spec["page"]], landlock)
     deadline = _Deadline(spec["page"])
     _say(report, {"self_check": check})
-    why = _wait_for_go(pipe, deadline)
+    why = _wait_for_go(pipe, keep, deadline)
     if why:
         _say(report, {"why": why})
         os._exit(72)
@@ -192,7 +202,7 @@ def main() -> NoReturn:
     if child == 0:
         _become_workload(spec, landlock)
     _say(report, {"go": True})
-    outcome = _watch(child, pipe, deadline)
+    outcome = _watch(child, pipe, keep, deadline)
     _say(report, outcome)
     os._exit(outcome.get("exit", 128 + outcome["signal"] if "signal" in outcome else 72))
 

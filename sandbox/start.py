@@ -16,8 +16,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,9 +34,6 @@ _OOM_SCORE = 800
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 _CAPABILITIES = ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")
 _END = {"exit", "signal", "why"}
-
-# The kernel ties --die-with-parent to the THREAD that started the child. This one lives as long as we do.
-_SPAWNER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="spawner")
 
 
 @dataclass(frozen=True)
@@ -88,12 +84,17 @@ class Report:
 
 @dataclass
 class Started:
-    """A run whose init waits for GO. The caller owns the four descriptors and `process`."""
+    """A run whose init waits for GO. The caller owns the descriptors and `process`.
+
+    `pipe_write_fd` is the lease pipe, to be handed to the supervisor; `keep_fd` ends the run when it is
+    closed, so hold it as long as the run may live (it closes by itself when this program dies).
+    """
 
     process: subprocess.Popen[bytes]
     pid: int
     init_pidfd: int
     pipe_write_fd: int
+    keep_fd: int
     output_fd: int
     report: Report
     effective: dict[str, Any] = field(default_factory=dict)
@@ -115,9 +116,9 @@ class Started:
             signal.pidfd_send_signal(self.init_pidfd, signal.SIGKILL)
 
     def close(self) -> None:
-        """Close our descriptors; with the pipe closed everywhere a living run ends."""
+        """Close our descriptors; a run that still lives ends by that."""
         self.release_pipe()
-        for name in ("init_pidfd", "output_fd"):
+        for name in ("keep_fd", "init_pidfd", "output_fd"):
             if getattr(self, name) >= 0:
                 os.close(getattr(self, name))
                 setattr(self, name, -1)
@@ -165,10 +166,10 @@ def enter_spec(spec: StartSpec, argv: Sequence[str], pass_fds: Sequence[int]) ->
     }
 
 
-def _init_spec(spec: StartSpec, pipe: int, report: int, page: int) -> bytes:
+def _init_spec(spec: StartSpec, pipe: int, keep: int, report: int, page: int) -> bytes:
     profile = spec.profile
     return json.dumps({
-        "pipe": pipe, "report": report, "page": page, "argv": list(spec.argv),
+        "pipe": pipe, "keep": keep, "report": report, "page": page, "argv": list(spec.argv),
         "cpu_seconds": profile.bounds.cpu_seconds, "landlock": profile.shape.landlock,
         "writable": [WORK, TMP, SHM], "tcp": profile.shape.tcp,
     }).encode()
@@ -210,16 +211,9 @@ def _why_not(error_fd: int) -> LayerMissing:
     return _missing(layer, said.splitlines()[-1][:300] if said else "no answer from the sandbox")
 
 
-def _child_pid(info_fd: int, end: float) -> int | None:
-    said = b""
-    while b"}" not in said:
-        if not select.select([info_fd], [], [], max(0.0, end - time.monotonic()))[0]:
-            return None
-        data = os.read(info_fd, 4096)
-        if not data:
-            return None
-        said += data
-    return int(json.loads(said)["child-pid"])
+def _child_pid(info_fd: int) -> int:
+    """Return the host's pid of run init, as bubblewrap wrote it before it let run init go."""
+    return int(json.loads(os.pread(info_fd, 4096, 0))["child-pid"])
 
 
 def _status(pid: int) -> dict[str, str]:
@@ -315,17 +309,14 @@ def _refuse_before(spec: StartSpec) -> None:
         raise _missing("deadline_page", "the deadline page is not 4096 bytes")
 
 
-def _await_init(started: Started, spec: StartSpec, end: float) -> None:
-    """Judge the self-check; raises LayerMissing."""
-    line = started.report.next(max(0.0, end - time.monotonic()))
-    if line is None or "self_check" not in line:
-        raise _missing("init", "run init did not report its self-check")
+def _judge(started: Started, spec: StartSpec, check: dict[str, Any]) -> None:
+    """Compare run init with its profile; raises LayerMissing that names the first layer that differs."""
     status = _status(started.pid)
-    found = violations(spec, started.pid, status, line["self_check"])
+    found = violations(spec, started.pid, status, check)
     if found:
         layer, message = found[0]
         raise _missing(layer, message)
-    started.effective = _effective(spec, status, line["self_check"])
+    started.effective = _effective(spec, status, check)
 
 
 def _tear_down(process: subprocess.Popen[bytes], started: Started | None) -> None:
@@ -337,38 +328,41 @@ def _tear_down(process: subprocess.Popen[bytes], started: Started | None) -> Non
 
 
 def _launch(spec: StartSpec) -> Started:
-    end = time.monotonic() + START_S
     with ExitStack() as ours, ExitStack() as theirs:
         pipes = _Pipes(ours, theirs)
         lease_w, lease_r = pipes.make(we_write=True)
+        keep_w, keep_r = pipes.make(we_write=True)
         output_r, output_w = pipes.make()
         error_r, error_w = pipes.make()
         report_r, report_w = pipes.make()
-        info_r, info_w = pipes.make()
+        # A file, not a pipe: bubblewrap would die of a closed pipe half-way and leave its inner process behind.
+        info = memory_file("info", b"", ours)
         page = os.open(spec.deadline_page, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         theirs.callback(os.close, page)
         filter_fd = memory_file("filter", seccomp.program(spec.profile), theirs)
-        init_fd = memory_file("init", _init_spec(spec, lease_r, report_w, page), theirs)
-        argv = bwrap.argv(spec.profile, bwrap.Descriptors(filter_fd, info_w, init_fd), layers.find_bwrap())
-        told = enter_spec(spec, argv, [lease_r, report_w, page, filter_fd, init_fd, info_w])
+        init_fd = memory_file("init", _init_spec(spec, lease_r, keep_r, report_w, page), theirs)
+        argv = bwrap.argv(spec.profile, bwrap.Descriptors(filter_fd, info, init_fd), layers.find_bwrap())
+        told = enter_spec(spec, argv, [lease_r, keep_r, report_w, page, filter_fd, init_fd, info])
         process = spawn_entered(told, (output_w, error_w), theirs)
         theirs.close()
         started: Started | None = None
+        report = Report(report_r)
         try:
-            pid = _child_pid(info_r, end)
-            if pid is None:
+            line = report.next(START_S)
+            if line is None or "self_check" not in line:
                 process.kill()
                 process.wait()
                 raise _why_not(error_r)
-            started = Started(process, pid, os.pidfd_open(pid), lease_w, output_r, Report(report_r))
+            pid = _child_pid(info)
+            started = Started(process, pid, os.pidfd_open(pid), lease_w, keep_w, output_r, report)
             ours.callback(os.close, started.init_pidfd)
-            _await_init(started, spec, end)
+            _judge(started, spec, line["self_check"])
         except (LayerMissing, OSError, ValueError, KeyError) as error:
             _tear_down(process, started)
             raise error if isinstance(error, LayerMissing) else _missing("init", str(error)) from None
         ours.pop_all()
         os.close(error_r)
-        os.close(info_r)
+        os.close(info)
         return started
 
 
@@ -379,5 +373,4 @@ def start(spec: StartSpec) -> Started:
     ``.source``, …); then nothing runs, and group and disk are the caller's to remove.
     """
     _refuse_before(spec)
-    launch: Callable[[StartSpec], Started] = _launch
-    return _SPAWNER.submit(launch, spec).result()
+    return _launch(spec)

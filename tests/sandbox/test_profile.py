@@ -42,7 +42,7 @@ def test_argv_is_the_golden_one(name: str, tier: Tier, fields: dict[str, object]
 @pytest.mark.parametrize(
     "words",
     [["--unshare-all"], ["--unshare-user"], ["--disable-userns"], ["--cap-drop", "ALL"], ["--new-session"],
-     ["--die-with-parent"], ["--as-pid-1"], ["--clearenv"], ["--remount-ro", "/"], ["--remount-ro", "/dev"],
+     ["--as-pid-1"], ["--clearenv"], ["--remount-ro", "/"], ["--remount-ro", "/dev"],
      ["--ro-bind", "/proc/sys", "/proc/sys"], ["--seccomp", "10"]],
 )
 def test_every_profile_has_each_layer_in_its_argv(words: list[str]) -> None:
