@@ -22,7 +22,7 @@ from runners.broker_line import doorway
 from runners.folders import Folders
 from runners.run_uid import with_uid
 from sandbox import layers, probe
-from sandbox.cgroup import own_tree
+from sandbox.cgroup import Tree, own_tree
 from sandbox.profile import Host, Profile, for_plan, shape_for
 from sandbox.uids import Pool
 
@@ -104,7 +104,7 @@ class Survey:
             with doorway(place, uid) if guest else nullcontext():
                 socket = str(place / "guest.sock") if guest else ""
                 profile = for_plan(Plan(("true",), tier, "probe", guest=guest), uid, self.host, broker=socket)
-                report = probe.run_all(profile, tree, place, cache=self.folders.node / "probes.json")
+                report = _prove(profile, tree, place, self.folders.node / "probes.json")
             self.pool.release(uid)
             return Probed(name, profile.probed_as(), report)
 
@@ -136,3 +136,13 @@ class Survey:
             "layers": [x.as_json() for x in self.found], "profiles": [p.as_json() for p in every],
             "tiers": able if every else [], "data_roots": [str(r) for r in self.roots],
         }
+
+
+def _prove(profile: Profile, tree: Tree, place: Path, cache: Path) -> probe.ProbeReport:
+    """Return the report of `profile`. What did not hold is asked once more, for the cache may tell of a host that
+    was repaired since and a busy host may not let a probe finish; an escape is believed at once."""
+    report = probe.run_all(profile, tree, place, cache=cache)
+    if not report.failed:
+        return report
+    again = probe.run_all(profile, tree, place, cache=cache, fresh=True)
+    return report if any(r.verdict == "ESCAPED" for r in report.failed) else again

@@ -198,4 +198,4 @@ class Lab:
 def groups_of(host: Folders, made: LaunchOrder) -> dict[str, str]:
     """Return the control groups of an attempt from the supervisor's note about its tree."""
     paths = json.loads((host.supervisor / "tree.json").read_bytes())["paths"]
-    return {name: f"{path}/{made.run}.{made.attempt}" for name, path in paths.items()}
+    return {name: f"{path}/runs/{made.run}.{made.attempt}" for name, path in paths.items()}
