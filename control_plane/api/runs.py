@@ -1,0 +1,263 @@
+"""Launch, list, follow and restart runs; upload code."""
+
+import base64
+import json
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+from pydantic import StringConstraints
+from starlette.concurrency import run_in_threadpool
+
+from control_plane import admission
+from control_plane.admission import Requester
+from control_plane.api.context import Body, Caller, SignedIn, declare, facts_of, may_look, pass_gate, shown_proof
+from control_plane.auth import approvals
+from control_plane.parts import Parts, parts_of
+from control_plane.store import runs
+from control_plane.store.db import now_us, reading, writing
+from interlock.call import Action, Resource, new_id
+from interlock.canon import digest_bytes
+from interlock.errors import ApprovalRequired, Conflict, Halted, Malformed, NotFound, Refusal
+from interlock.event import Event, EventType
+from interlock.order import Plan
+from interlock.tier import Tier
+
+router = APIRouter()
+MAX_CODE = 1 << 20
+MAX_WAIT_S = 30
+
+declare({
+    ("POST", "/api/code"): Action.LAUNCH,
+    ("POST", "/api/runs"): Action.LAUNCH,
+    ("GET", "/api/runs"): Action.LOOK,
+    ("GET", "/api/runs/{run}"): Action.LOOK,
+    ("GET", "/api/runs/{run}/output"): Action.LOOK,
+    ("GET", "/api/runs/{run}/files"): Action.LOOK,
+    ("GET", "/api/runs/{run}/files/{name}"): Action.LOOK,
+    ("POST", "/api/runs/{run}/restart"): Action.RESTART,
+})
+
+Id = Annotated[str, StringConstraints(max_length=64)]
+
+
+class RunBody(Body):
+    """`plan` as docs/formats/launch-order.md; `step_up` and `approval` where an earlier answer asked for them."""
+
+    plan: dict[str, Any]
+    step_up: Id | None = None
+    approval: Id | None = None
+
+
+class RestartBody(Body):
+    """`step_up` where policy asks for a factor at a restart."""
+
+    step_up: Id | None = None
+
+
+def requester(caller: Caller) -> Requester:
+    """Return who launches."""
+    return Requester(caller.id, caller.person, caller.tenant)
+
+
+@router.post("/api/code")
+async def upload(request: Request, caller: SignedIn) -> dict[str, str]:
+    """Keep a code file under its digest (raw bytes, at most 1 MiB)."""
+    caller.require_scope(Action.LAUNCH)
+    data = await request.body()
+    if not 0 < len(data) <= MAX_CODE:
+        raise Malformed("a code file has 1 byte to 1 MiB", code="size")
+    digest = digest_bytes(data)
+
+    def keep() -> None:
+        with writing(parts_of(request).engine) as connection:
+            runs.put_code(connection, digest, data, caller.person, now_us())
+
+    await run_in_threadpool(keep)
+    return {"digest": digest}
+
+
+@router.post("/api/runs", status_code=201)
+def launch(request: Request, caller: SignedIn, body: RunBody) -> dict[str, Any]:
+    """Admit a plan and place its first attempt."""
+    parts, plan = parts_of(request), Plan.from_json(body.plan)
+    run = new_id("run")
+    try:
+        return _launch(request, parts, caller, plan, run, body)
+    except Halted as refusal:
+        if refusal.code != "stopped.epoch":
+            raise
+        return _launch(request, parts, caller, plan, run, body)
+
+
+def _launch(request: Request, parts: Parts, caller: Caller, plan: Plan, run: str, body: RunBody) -> dict[str, Any]:
+    who, bound, wanted = requester(caller), plan.digest(), body.approval or ""
+    with reading(parts.engine) as connection:
+        persons = admission.approvers(connection, wanted, plan, who)
+    resource, proof = admission.resource_of(plan), shown_proof(request, caller, body.step_up, Action.LAUNCH, bound)
+    facts = facts_of(request, caller, approvals=len(persons), proof=proof)
+    try:
+        _allowed(request, caller, plan, run, len(persons))
+        labels = _prepared(parts, caller, plan, who, run)
+        permit = pass_gate(request, caller, Action.LAUNCH, resource, bound=bound, run=run, step_up=body.step_up,
+                           approvals=len(persons))
+    except ApprovalRequired as refusal:
+        raise _asked(parts, caller, plan, who, refusal) from None
+    told = {"roles": sorted(facts.roles), "mfa_age_ms": facts.mfa_age_ms, "mfa_bound": facts.mfa_bound,
+            "approvals": list(persons)}
+
+    def spend(connection: Any) -> None:
+        if persons:
+            approvals.use(connection, wanted, kind=approvals.LAUNCH, bound=bound, asked_by=who.person)
+        parts.ledger.record(Event(EventType.RUN_GRANTED, caller.id, caller.tenant, run, facts={
+            "plan": bound, "node": labels.node, "attempt": 1, "tier": plan.tier.value, "approvers": list(persons),
+            "record": permit.record}), connection)
+
+    order = admission.start(parts, permit, plan, labels, told, approval=wanted if persons else "", within=spend)
+    return {"run": run, "state": "placed", "node": labels.node, "attempt": 1, "epoch": order.epoch, "plan": bound}
+
+
+def _allowed(request: Request, caller: Caller, plan: Plan, run: str, given: int) -> None:
+    """Ask the gate for every dataset; a launch that reads what it may not is no launch."""
+    for dataset in plan.datasets:
+        pass_gate(request, caller, Action.READ_DATA, admission.dataset_of(plan, dataset), bound=plan.digest(), run=run,
+                  approvals=given)
+
+
+def _prepared(parts: Parts, caller: Caller, plan: Plan, who: Requester, run: str) -> Any:
+    """Prepare, and leave a record of a refusal (the gate records its own)."""
+    try:
+        return admission.prepare(parts, plan, who, run)
+    except Refusal as refusal:
+        parts.desk.note(Event(EventType.RUN_REFUSED, caller.id, caller.tenant, run, facts={
+            "code": refusal.code, "plan": plan.digest(), "tier": plan.tier.value}))
+        raise
+
+
+def _asked(parts: Parts, caller: Caller, plan: Plan, who: Requester, refusal: ApprovalRequired) -> ApprovalRequired:
+    with writing(parts.engine) as connection:
+        asked = admission.ask_approval(connection, plan, who, refusal)
+        parts.ledger.record(Event(EventType.APPROVAL_ASKED, caller.id, caller.tenant, facts={
+            "request": asked.details["request"], "kind": "launch", "digest": plan.digest(),
+            "tier": plan.tier.value, "needed": asked.details["needed"]}), connection)
+    return asked
+
+
+@router.post("/api/runs/{run}/restart", status_code=201)
+def restart(request: Request, caller: SignedIn, run: Id, body: RestartBody | None = None) -> dict[str, Any]:
+    """Place a new attempt inside the plan's restart budget; the gate is asked again, no new person is."""
+    parts = parts_of(request)
+    row = _row(request, caller, run)
+    plan, number = Plan.from_json(json.loads(row.plan)), int(row.attempt) + 1
+    _may_restart(caller, row, plan, number)
+    who = Requester(row.subject, row.owner, row.tenant)
+    labels = _prepared(parts, caller, plan, who, run)
+    step_up = body.step_up if body else None
+    permit = pass_gate(request, caller, Action.RESTART, admission.resource_of(plan), bound=plan.digest(), run=run,
+                       step_up=step_up, own=True)
+    facts = facts_of(request, caller)
+    told = {"roles": sorted(facts.roles), "mfa_age_ms": facts.mfa_age_ms, "mfa_bound": "", "approvals": []}
+    order = admission.start(parts, permit, plan, labels, told, attempt=number, approval=row.approval)
+    return {"run": run, "state": "placed", "node": labels.node, "attempt": number, "epoch": order.epoch}
+
+
+def _may_restart(caller: Caller, row: Any, plan: Plan, number: int) -> None:
+    if row.owner != caller.person:
+        raise NotFound("no such run, or it is not yours", code="run")
+    if row.state in runs.OPEN:
+        raise Conflict("the run is still open", code="run_open", next_step="stop it, or wait for its end")
+    if number - 1 > plan.restarts:
+        raise Conflict(f"the plan allows {plan.restarts} restart(s)", code="restarts",
+                       next_step="launch a new plan")
+    if now_us() - row.created_us > plan.valid_s * 1_000_000:
+        raise Conflict("the plan has expired", code="plan_expired", next_step="launch a new plan")
+
+
+def shown(row: Any) -> dict[str, Any]:
+    """Return a run's row as JSON."""
+    plan = json.loads(row.plan)
+    return {
+        "run": row.id, "state": row.state, "tier": row.tier, "owner": row.owner, "subject": row.subject,
+        "tenant": row.tenant, "model": row.model, "node": row.node, "attempt": row.attempt, "argv": plan["argv"],
+        "plan_digest": row.plan_digest, "approval": row.approval, "created_us": row.created_us,
+        "ended_us": row.ended_us, "outcome": json.loads(row.outcome) if row.outcome else None,
+    }
+
+
+def _row(request: Request, caller: Caller, run: str) -> Any:
+    """Return the run's row when the caller may see it; raises NotFound."""
+    with reading(parts_of(request).engine) as connection:
+        row = runs.one(connection, run)
+    if row is None:
+        raise NotFound("no such run, or it is not yours", code="run")
+    may_look(request, caller, Resource("run", run, row.tenant, Tier(row.tier)), own=row.owner == caller.person)
+    return row
+
+
+@router.get("/api/runs")
+def listing(request: Request, caller: SignedIn, limit: Annotated[int, Query(ge=1, le=1000)] = 200) -> dict[str, Any]:
+    """List runs, newest first: all for who may look at all, else one's own."""
+    owner = ""
+    try:
+        pass_gate(request, caller, Action.LOOK, Resource("run", "all", caller.tenant))
+    except Refusal:
+        pass_gate(request, caller, Action.LOOK, Resource("run", "own", caller.tenant), own=True)
+        owner = caller.person
+    with reading(parts_of(request).engine) as connection:
+        return {"runs": [shown(r) for r in runs.newest(connection, limit, owner)]}
+
+
+@router.get("/api/runs/{run}")
+def one(request: Request, caller: SignedIn, run: Id) -> dict[str, Any]:
+    """Show one run with its attempts."""
+    row = _row(request, caller, run)
+    with reading(parts_of(request).engine) as connection:
+        attempts = runs.attempts_of(connection, run)
+    return {**shown(row), "plan": json.loads(row.plan), "attempts": [
+        {"attempt": a.attempt, "node": a.node, "state": a.state, "epoch": a.epoch, "granted_us": a.granted_us,
+         "live_us": a.live_us, "lease_us": a.lease_us, "ended_us": a.ended_us,
+         "outcome": json.loads(a.outcome) if a.outcome else None} for a in attempts]}
+
+
+@router.get("/api/runs/{run}/output")
+async def output(
+    request: Request, caller: SignedIn, run: Id, after: Annotated[int, Query(ge=0)] = 0,
+    wait: Annotated[int, Query(ge=0, le=MAX_WAIT_S)] = 0,
+) -> dict[str, Any]:
+    """Return output from `after` on; with `wait`, hold the answer until there is something new."""
+    parts = parts_of(request)
+    await run_in_threadpool(_row, request, caller, run)
+    until = time.monotonic() + wait
+    while True:
+        rung = parts.bell.count
+        found = await run_in_threadpool(_piece, parts, run, after)
+        left = until - time.monotonic()
+        if found["data"] or found["ended"] or left <= 0:
+            return found
+        await parts.bell.heard(rung, left)
+
+
+def _piece(parts: Parts, run: str, after: int) -> dict[str, Any]:
+    with reading(parts.engine) as connection:
+        row = runs.one(connection, run)
+    assert row is not None
+    data, following = parts.output.read(run, row.attempt, after)
+    ended = row.state in (*runs.OVER, "lost") and not data
+    return {"data": base64.b64encode(data).decode(), "next": following, "ended": ended, "state": row.state,
+            "attempt": row.attempt, "outcome": json.loads(row.outcome) if row.outcome else None}
+
+
+@router.get("/api/runs/{run}/files")
+def files(request: Request, caller: SignedIn, run: Id) -> dict[str, Any]:
+    """List the files that the run's latest attempt left."""
+    row = _row(request, caller, run)
+    return {"files": parts_of(request).output.files(run, row.attempt)}
+
+
+@router.get("/api/runs/{run}/files/{name}")
+def file(request: Request, caller: SignedIn, run: Id, name: str) -> Response:
+    """Return one file's bytes; a browser saves it and never shows it."""
+    row = _row(request, caller, run)
+    data = parts_of(request).output.file(run, row.attempt, name)
+    return Response(data, media_type="application/octet-stream", headers={
+        "content-disposition": f'attachment; filename="{name}"', "cache-control": "no-store"})
