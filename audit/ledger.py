@@ -29,7 +29,7 @@ from audit.signer import HeadSigner
 from audit.stored import StoredTree, answering, now_us
 from audit.streams import Gap, Streams
 from audit.tables import LedgerTables
-from interlock.errors import Malformed, NotFound, NotRecorded, Untrusted
+from interlock.errors import Malformed, NotFound, NotRecorded, Unavailable, Untrusted
 from interlock.event import Event, EventType, Written
 
 _READ = {"interlock_read": True}  # store/db.py opens such a transaction without the write lock
@@ -116,11 +116,13 @@ class Ledger:
         return Written(row["event_id"], CONTROL, int(made[0]))
 
     def _known(self, row: dict[str, Any]) -> Written:
-        with self._reading() as connection:
-            query = select(self._t.outbox.c.id, self._t.outbox.c.body).where(
-                self._t.outbox.c.event_id == row["event_id"]
-            )
-            found = connection.execute(query).first()
+        outbox = self._t.outbox
+        try:
+            with self._reading() as connection:
+                query = select(outbox.c.id, outbox.c.body).where(outbox.c.event_id == row["event_id"])
+                found = connection.execute(query).first()
+        except Unavailable as error:
+            raise NotRecorded(error.message, code="database", next_step=error.next_step) from None
         if found is None or bytes(found[1]) != row["body"]:
             raise NotRecorded("another event of this id is recorded", code="twice", next_step="make a new event")
         return Written(row["event_id"], CONTROL, int(found[0]))

@@ -6,6 +6,7 @@ being written ends the reading, nothing more.
 """
 
 import os
+import re
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,7 @@ from interlock.errors import Conflict, NotRecorded
 
 BATCH_RECORDS = 500
 BATCH_BYTES = 1 << 20
-_ACKED = "acked"
+_ACKED = re.compile(r"^acked\.(\d{1,16})$")
 
 
 @dataclass(frozen=True)
@@ -74,15 +75,9 @@ def _from(starts: list[int], seq: int) -> list[int]:
 
 
 def _acked(fd: int) -> int:
-    try:
-        source = os.open(_ACKED, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=fd)
-    except FileNotFoundError:
-        return 0
-    with os.fdopen(source, "rb") as data:
-        text = data.read(32)
-    if not text.isdigit():
-        raise segment.corrupt("the file acked holds no number")
-    return int(text)
+    """Return the number in the name ``acked.N``: renaming works on a full disk, where writing does not."""
+    numbers = [int(m[1]) for name in os.listdir(fd) if (m := _ACKED.match(name))]
+    return max(numbers, default=0)
 
 
 def ack(folder: Path, stream: str, next_seq: int) -> None:
@@ -98,8 +93,10 @@ def ack(folder: Path, stream: str, next_seq: int) -> None:
             if next_seq > end:
                 raise Conflict(f"the ledger acknowledged {next_seq} records of {stream}, here are {end}", code="ack",
                                next_step="find out who else writes under this node's name")
-            if next_seq > _acked(fd):
-                _write_acked(fd, next_seq)
+            acked = _acked(fd)
+            if next_seq > acked:
+                os.rename(f"acked.{acked}", f"acked.{next_seq}", src_dir_fd=fd, dst_dir_fd=fd)
+                os.fsync(fd)
             for first, after in _pairs(segment.segments(fd)):
                 if after <= next_seq:
                     segment.drop(fd, segment.file_name(first))
@@ -112,18 +109,6 @@ def ack(folder: Path, stream: str, next_seq: int) -> None:
 
 def _pairs(starts: list[int]) -> list[tuple[int, int]]:
     return list(pairwise(starts))
-
-
-def _write_acked(fd: int, seq: int) -> None:
-    fresh = ".acked"
-    segment.drop(fd, fresh)
-    out = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644, dir_fd=fd)
-    with os.fdopen(out, "wb") as data:
-        data.write(b"%d" % seq)
-        data.flush()
-        os.fsync(data.fileno())
-    os.rename(fresh, _ACKED, src_dir_fd=fd, dst_dir_fd=fd)
-    os.fsync(fd)
 
 
 def _superseded(folder: Path, stream: str) -> bool:

@@ -84,6 +84,7 @@ class Spool:
         try:
             os.mkdir(self.stream, 0o700, dir_fd=parent)
             self._folder = segment.open_folder(self.stream, parent)
+            os.close(os.open("acked.0", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self._folder))
             os.fsync(parent)
         finally:
             os.close(parent)

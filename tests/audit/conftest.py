@@ -47,7 +47,7 @@ def sqlite_engine(path: Path) -> Engine:
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """A private folder with a short path, gone afterwards."""
-    path = Path(tempfile.mkdtemp(prefix="ilk-", dir="/tmp"))
+    path = Path(tempfile.mkdtemp(prefix="ilkau-", dir="/tmp"))
     yield path
     shutil.rmtree(path, ignore_errors=True)
 
@@ -78,7 +78,7 @@ def postgres_url() -> Iterator[str]:
     binaries = _postgres_bin()
     if binaries is None:
         pytest.skip("no PostgreSQL server binary under /usr/lib/postgresql")
-    home = Path(tempfile.mkdtemp(prefix="ilkpg-", dir="/tmp"))
+    home = Path(tempfile.mkdtemp(prefix="ilkap-", dir="/tmp"))
     who: dict[str, int] = {}
     if os.geteuid() == 0:
         os.chown(home, 65534, 65534)

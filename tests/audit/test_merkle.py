@@ -128,6 +128,13 @@ def test_refuses_when_the_root_is_forged_with_a_valid_path() -> None:
     assert not _held(merkle.verify_inclusion, 2, 5, leaves[2], proof, merkle.root(leaves[:4]))
 
 
+def test_refuses_when_a_hash_is_not_32_bytes_even_if_root_and_leaf_agree() -> None:
+    assert _held(merkle.verify_inclusion, 0, 1, bytes(32), [], bytes(32))
+    assert not _held(merkle.verify_inclusion, 0, 1, bytes(31), [], bytes(31))
+    assert _held(merkle.verify_consistency, 3, 3, bytes(32), bytes(32), [])
+    assert not _held(merkle.verify_consistency, 3, 3, bytes(33), bytes(33), [])
+
+
 def test_refuses_when_numbers_are_huge_without_looping() -> None:
     top = 2**64 - 1
     assert not _held(merkle.verify_inclusion, top, 1, bytes(32), [], bytes(32))
