@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from interlock.canon import canonical
-from interlock.errors import NotRecorded, Refusal, Stale, TooMany, Unavailable
+from interlock.errors import Conflict, NotRecorded, Refusal, Stale, TooMany, Unavailable
 from runners.folders import put, sync_folder
 from runners.outlet import ship
 from runners.upstream import Upstream
@@ -85,6 +85,14 @@ class Courier(threading.Thread):
             ship(self.folder / OUTPUT, self._offset, self._send_output)
         except LATER:
             raise
+        except Conflict as gap:
+            # it has less than we sent before (a restored disk): go back to where it is
+            expected = gap.details.get("next")
+            if not isinstance(expected, int) or not 0 <= expected < self._offset:
+                self._lost_output = True
+                raise
+            self._offset = expected
+            raise Unavailable("the output is sent again", code="output") from None
         except Refusal:
             self._lost_output = True  # it will never be taken: say so once, go on with the end
             raise

@@ -1,0 +1,103 @@
+"""A launch order: who signed it, for whom, how generous, once; and the permit right before the effect."""
+
+from dataclasses import replace
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from interlock.call import Action
+from interlock.errors import Conflict, Denied, Halted, Malformed, Untrusted
+from interlock.order import Dataset, LaunchOrder
+from interlock.permit import boottime_ms, issue
+from interlock.signed import GRANT, LEASE, key_id, sign
+from interlock.tier import Tier
+from runners import dataset, launch, launch_order
+from runners.admission import Admitted, action_of, dataset_of, resource_of
+from runners.launch_order import UsedOrders
+from tests.runners.programs import order
+from tests.runners.simulator import Site
+
+KEY = Ed25519PrivateKey.generate()
+KEYS = {key_id(KEY.public_key()): KEY.public_key()}
+
+
+@pytest.fixture
+def made(short) -> LaunchOrder:
+    return order(Site(short / "site"), "true", datasets=(Dataset("d", "/srv/d"),), restarts=1)
+
+
+def test_refuses_when_the_key_is_not_pinned(made):
+    other = Ed25519PrivateKey.generate()
+    with pytest.raises(Untrusted):
+        launch_order.read(sign(GRANT, made.as_json(), other), KEYS, "node-1")
+    with pytest.raises(Untrusted):
+        launch_order.read(sign(LEASE, made.as_json(), KEY), KEYS, "node-1")
+    assert launch_order.read(sign(GRANT, made.as_json(), KEY), KEYS, "node-1") == made
+
+
+def test_refuses_when_it_is_for_another_node(made):
+    with pytest.raises(Untrusted) as refusal:
+        launch_order.read(sign(GRANT, made.as_json(), KEY), KEYS, "node-2")
+    assert refusal.value.code == "untrusted.node"
+
+
+@pytest.mark.parametrize("change", [
+    {"lease_ms": 60_001}, {"absent_ms": 600_001}, {"attempt": 3}, {"id": "../../etc/passwd"}, {"id": "a/b/c/d/e"},
+])
+def test_refuses_when_it_is_more_generous_than_its_tier_or_plan(made, change):
+    with pytest.raises(Malformed):
+        launch_order.read(sign(GRANT, replace(made, **change).as_json(), KEY), KEYS, "node-1")
+    launch_order.read(sign(GRANT, replace(made, attempt=2).as_json(), KEY), KEYS, "node-1")
+
+
+def test_refuses_when_labels_and_plan_differ(made):
+    for labels in (replace(made.labels, tier=Tier.HIGH), replace(made.labels, tenant="other")):
+        with pytest.raises(Malformed):
+            launch_order.read(sign(GRANT, replace(made, labels=labels).as_json(), KEY), KEYS, "node-1")
+
+
+def test_refuses_when_the_id_was_used(short):
+    used = UsedOrders(short)
+    used.use("launch_12345678")
+    with pytest.raises(Conflict) as refusal:
+        UsedOrders(short).use("launch_12345678")  # another process, later
+    assert refusal.value.code == "conflict.launch_order_used"
+    used.use("launch_12345679")
+
+
+def _permits(made: LaunchOrder, **change: object) -> Admitted:
+    def one(action: Action, resource: str, **more: object):
+        fields = {"call": "c", "run": made.run, "expires_ms": boottime_ms() + 5000, "epoch": 7, "record": "r", **more}
+        return issue(action=action, resource=resource, **fields)  # type: ignore[arg-type]
+
+    data = one(Action.READ_DATA, dataset_of(made, made.plan.datasets[0]).path)
+    return Admitted(one(action_of(made), resource_of(made).path, **change), {"d": data})
+
+
+def test_refuses_when_the_permit_is_off_right_before_the_effect(made):
+    launch.check(_permits(made), made, 7)  # control
+    with pytest.raises(Halted):
+        launch.check(_permits(made), made, 8)  # a stop in between
+    with pytest.raises(Untrusted):
+        launch.check(_permits(made, expires_ms=boottime_ms() - 1), made, 7)
+    with pytest.raises(Untrusted):
+        launch.check(_permits(made), replace(made, attempt=2), 7)  # launch is not restart
+    with pytest.raises(Untrusted):
+        launch.check(Admitted(_permits(made).launch, {}), made, 7)
+    swapped = Admitted(_permits(made).launch, {"d": _permits(made).launch})
+    with pytest.raises(Untrusted):
+        launch.check(swapped, made, 7)
+
+
+def test_refuses_when_a_dataset_leaves_the_roots(short):
+    root, outside = short / "root", short / "outside"
+    for folder in (root, outside, short / "root2"):
+        folder.mkdir()
+    (root / "link").symlink_to(outside)
+    roots = dataset.data_roots([str(root)])
+    assert dataset.within(str(root / "set"), roots) == root.resolve() / "set"
+    for path in (outside, root / "link", root / ".." / "outside", short / "root2", "/"):
+        with pytest.raises(Denied):
+            dataset.within(str(path), roots)
+    with pytest.raises(Denied):
+        dataset.within(str(root), ())
