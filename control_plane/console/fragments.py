@@ -1,0 +1,71 @@
+"""The live parts of the pages, each a small route that htmx asks again and again."""
+
+from fastapi import APIRouter, Request, Response
+
+from control_plane.api import runs
+from control_plane.api.context import Caller, declare
+from control_plane.console import scene
+from control_plane.console.view import PageRoute, glance, render
+from control_plane.parts import parts_of
+from control_plane.store import runs as run_rows
+from control_plane.store.db import reading
+from interlock.call import Action
+from interlock.errors import NotFound, Refusal
+
+router = APIRouter(route_class=PageRoute, include_in_schema=False, prefix="/fragments")
+
+declare({
+    ("GET", "/fragments/status"): Action.LOOK, ("GET", "/fragments/runs"): Action.LOOK,
+    ("GET", "/fragments/runs/{run}"): Action.LOOK, ("GET", "/fragments/stops"): Action.LOOK,
+    ("GET", "/fragments/stops/{order}"): Action.LOOK,
+})
+
+
+@router.get("/status")
+def status(request: Request) -> Response:
+    """Refresh the Status page."""
+    caller, parts = glance(request, "status"), parts_of(request)
+    return render(request, "_status.html", caller, s=scene.status(parts, request.app.state.faults))
+
+
+def _sees_all(request: Request, caller: Caller) -> bool:
+    """Return whether the reader's last full page showed all runs (asked of the gate once a minute)."""
+    try:
+        glance(request, "all")
+    except Refusal:
+        return False
+    return bool(caller.roles & {"on_call", "safety_officer", "auditor", "administrator"})
+
+
+@router.get("/runs")
+def run_list(request: Request) -> Response:
+    """Refresh the list of runs."""
+    caller, parts = glance(request, "runs"), parts_of(request)
+    owner = "" if _sees_all(request, caller) else caller.person
+    with reading(parts.engine) as connection:
+        found = [runs.shown(r) for r in run_rows.newest(connection, 200, owner)]
+    return render(request, "_runs.html", caller, runs=scene.named(parts, found))
+
+
+@router.get("/runs/{run}")
+def one_run(request: Request, run: str) -> Response:
+    """Refresh one run's state and output."""
+    caller, parts = glance(request, "run"), parts_of(request)
+    shown = scene.run_row(parts, run)
+    if shown["owner"] != caller.person and not _sees_all(request, caller):
+        raise NotFound("no such run, or it is not yours", code="run")
+    return render(request, "_run.html", caller, run=scene.run(parts, shown), output=scene.tail(parts, shown))
+
+
+@router.get("/stops")
+def stop_list(request: Request) -> Response:
+    """Refresh the list of stops."""
+    caller = glance(request, "stops")
+    return render(request, "_stops.html", caller, stops=scene.stops(parts_of(request)))
+
+
+@router.get("/stops/{order}")
+def one_stop(request: Request, order: str) -> Response:
+    """Refresh one stop."""
+    caller = glance(request, "stop")
+    return render(request, "_stop.html", caller, stop=scene.stop(parts_of(request), order))
