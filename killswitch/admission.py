@@ -122,12 +122,12 @@ def spawned(sup: Supervisor, name: str, fds: list[int]) -> dict[str, Any]:
 
 
 def _spawned(sup: Supervisor, run: Run, fds: list[int]) -> dict[str, Any]:
-    if len(fds) != 2:
-        raise Malformed("spawned brings a pidfd and a pipe", code="fds")
     if run.state in (State.KILLING, State.GONE):
         raise Halted(f"{run.name} was ended before it began ({run.why})", code="ended")
     if run.state is not State.ADMITTED:
         raise Conflict(f"{run.name} was spawned before", code="spawned")
+    if len(fds) != 2:
+        raise Malformed("spawned brings a pidfd and a pipe", code="fds")
     pid = pid_of(fds[0])
     if pid not in run.target.group.pids():
         sup.end(run, "start")

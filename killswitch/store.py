@@ -84,8 +84,10 @@ class Store:
         self.key = self._key()
 
     def close(self) -> None:
-        """Give the lock back."""
-        os.close(self._lock)
+        """Give the lock back; a second call does nothing."""
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
 
     def _key(self) -> Ed25519PrivateKey:
         path = self.folder / "supervisor.key"

@@ -40,6 +40,7 @@ from sandbox.cgroup import Group, Tree, own_tree
 
 PAGE_MS, LOOK_MS = 250, 1_000
 _RETRY_S = 1.0
+_KEPT_GONE = 500  # ended attempts that `status` may still show; the books on disk keep all
 
 
 class Supervisor:
@@ -84,7 +85,8 @@ class Supervisor:
 
     def start(self) -> None:
         """Sweep: end every run of the tree and of the books, then publish. Waits at most the ladder's limit."""
-        self.store.write("tree.json", canonical({"paths": self.tree.paths}))
+        with suppress(OSError):  # a full disk keeps no supervisor from starting
+            self.store.write("tree.json", canonical({"paths": self.tree.paths}))
         with self.lock:
             for entry in self.store.entries():
                 self.books[entry.name] = entry
@@ -317,6 +319,9 @@ class Supervisor:
                 self.stop_here(str(file.scope), f"latch file {file.path.name}", file.id)
             self._end_aliens()
             self._latch_again()
+            gone = [n for n, r in self.runs.items() if r.state is State.GONE]
+            for name in gone[:-_KEPT_GONE]:
+                del self.runs[name]
 
     def _take_first_trust(self) -> None:
         with suppress(Refusal, OSError):

@@ -51,8 +51,11 @@ def run(state: Path, runtime: Path, on_unconfirmed: str | None) -> int:
     try:
         hook = alarm.command(on_unconfirmed, state / "supervisor" / "settings.json")
         sup = Supervisor(state, runtime, hook)
-    except BaseException:
+    except BaseException as error:
         path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise Unavailable(f"state or runtime cannot be written: {error.strerror}", code="disk",
+                              next_step="make room, or choose another --state or --runtime") from None
         raise
     protect()
     sup.tree.enter("supervisor")

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from killswitch.exchange import answer, beats
+from killswitch.supervisor import Supervisor
 from tests.killswitch.host import Host
-from tests.killswitch.site import Site
+from tests.killswitch.site import Site, short_folder
 
 
 @pytest.fixture
@@ -15,12 +17,31 @@ def site() -> Site:
     return Site()
 
 
-@pytest.fixture
-def host() -> Iterator[Host]:
+def need_root() -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root: a supervisor, control groups and uids")
-    if shutil.which("unshare") is None:
-        pytest.skip("needs namespaces")
+
+
+@pytest.fixture
+def sup(site: Site) -> Iterator[Supervisor]:
+    """A supervisor inside the test's process: real disk, real control groups, ticks by hand."""
+    need_root()
+    folder = short_folder()
+    site.join(folder / "s")
+    found = Supervisor(folder / "s", folder / "r", [])
+    found.start()
+    answer(found, site.answer(beats(found)))
+    try:
+        yield found
+    finally:
+        found.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    """A supervisor as a process of its own."""
+    need_root()
     found = Host()
     found.watch()
     try:

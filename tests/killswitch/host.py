@@ -24,9 +24,10 @@ for n in range(1, 65):
     try: signal.signal(n, signal.SIG_IGN)
     except (OSError, ValueError): pass
 def daemon():
-    if os.fork(): return
+    try:
+        if os.fork(): return
+    except OSError: return
     os.setsid()
-    if os.fork(): os._exit(0)
     while True:
         try:
             if os.fork() == 0:
@@ -80,9 +81,8 @@ class Host:
     def watch(self, *words: str) -> None:
         argv = [sys.executable, "-I", "-m", "killswitch", "watch", "--state", str(self.state), "--runtime",
                 str(self.runtime), *words]
-        log = open(self.folder / "log", "a")
-        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, text=True, cwd="/")
-        log.close()
+        with open(self.folder / "log", "a") as log:
+            self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, text=True, cwd="/")
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], 15)
         line = self.process.stdout.readline() if ready else ""
@@ -105,7 +105,10 @@ class Host:
         reading, writing = os.pipe()
         files = [f"{p}/cgroup.procs" for p in admitted["groups"].values()]
         argv = [sys.executable, "-I", "-S", str(SPAWN), str(reading), admitted["deadline_page"], str(uid), code, *files]
-        forker = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, pass_fds=[reading], cwd="/")
+        with open(self.folder / "log", "a") as log:  # never our own stdout: a survivor would hold it open
+            forker = subprocess.Popen(
+                argv, stdout=subprocess.PIPE, stderr=log, text=True, pass_fds=[reading], cwd="/"
+            )
         self.forkers.append(forker)
         os.close(reading)
         assert forker.stdout is not None
@@ -125,7 +128,7 @@ class Host:
         lease_ms = over.get("lease_ms", 10_000)
         beats = self.ask("beats")
         mine = [self.site.lease(b, duration_ms=lease_ms if b["run"] == run else 10_000) for b in beats["beats"]]
-        self.ask("answer", answer=self.site.answer(beats, leases=False) | {"leases": mine})
+        self.ask("answer", answer=self.site.answer(beats, leases=mine))
         assert self.row(run)["state"] == "live"
         wait_for(lambda: len(started.alive()) >= 2)
         return started

@@ -127,10 +127,10 @@ class Site:
         body = {"nonce": nonce, "orders": orders or [], "cleared": cleared or [], "epoch": self.epoch}
         return sign(STOPS, body, signer or self.stop).as_json()
 
-    def answer(self, beats: dict[str, Any], *, leases: bool = True, **over: Any) -> dict[str, Any]:
+    def answer(self, beats: dict[str, Any], **over: Any) -> dict[str, Any]:
         """Return what an honest control plane answers; `over` bends it."""
         return {
-            "leases": [self.lease(b) for b in beats["beats"]] if leases else [], "refused": [], "orders": [],
+            "leases": [self.lease(b) for b in beats["beats"]], "refused": [], "orders": [],
             "stops": self.snapshot(beats["nonce"]), "trust": None, "acked": [], "receipts_acked": [], **over,
         }
 

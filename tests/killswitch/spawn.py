@@ -50,7 +50,7 @@ def main() -> None:
         page = mmap.mmap(source.fileno(), 4096, prot=mmap.PROT_READ)
     if ctypes.CDLL(None, use_errno=True).unshare(0x20000000) != 0:
         sys.exit("no pid namespace")
-    home = [open(f"{os.path.dirname(p)}/../../../cgroup.procs", "w") for p in files]
+    home = [os.open(f"{os.path.dirname(p)}/../../../cgroup.procs", os.O_WRONLY) for p in files]
     for path in files:
         with open(path, "w") as out:
             out.write(str(os.getpid()))
@@ -59,8 +59,8 @@ def main() -> None:
         os.close(1)
         run_init(pipe, page, uid, code)
     for out in home:  # the launcher itself goes back out: only run init stays
-        out.write(str(os.getpid()))
-        out.close()
+        os.write(out, str(os.getpid()).encode())
+        os.close(out)
     os.close(pipe)
     print(child, flush=True)
     os.close(1)
