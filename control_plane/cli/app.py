@@ -1,93 +1,11 @@
-"""The `interlock` command: its words, and how a refusal ends it.
+"""Entry point of the `interlock` command.
 
 It starts itself again with `-I` when Python is not isolated: a `policy.py` beside the user must not become
-part of it. Global options (`--json`, `--profile`, `--url`) stand anywhere before `--`.
+part of it. Nothing of the command is imported before that, so the first start costs next to nothing.
 """
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any
-
-import typer
-from typer.exceptions import TyperException
-
-from control_plane.cli import account, bundles, doctor, down, evidence, halt, launch, runs, site, up, votes
-from control_plane.cli.invocation import Invocation, hoist
-from control_plane.cli.terminal import Terminal
-from interlock import origin
-from interlock.errors import Refusal, Unavailable, Usage
-
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-                  help="Interlock: nothing runs without a live authorization, everything leaves evidence, "
-                       "anything can be stopped.")
-
-_Words = dict[str, Callable[..., Any]]
-_LOCAL: _Words = {"up": up.up, "down": down.down, "doctor": doctor.doctor, "bootstrap": up.bootstrap}
-_PEOPLE: _Words = {
-    "login": account.login, "logout": account.logout, "whoami": account.whoami, "enrol": account.enrol,
-    "invite": account.invite,
-}
-_WORK: _Words = {
-    "run": launch.run, "restart": launch.restart, "runs": runs.runs, "logs": runs.logs, "files": runs.files,
-    "why": runs.why,
-}
-_STOP: _Words = {"stop": halt.stop, "stops": halt.stops, "resume": halt.resume}
-_VOTES: _Words = {"approvals": votes.approvals, "approve": votes.approve, "refuse": votes.refuse}
-_SITE: _Words = {"status": site.status}
-
-for _panel, _commands in (("This machine", _LOCAL), ("People", _PEOPLE), ("Runs", _WORK), ("Stop", _STOP),
-                          ("Approvals", _VOTES), ("Site", _SITE)):
-    for _name, _command in _commands.items():
-        app.command(_name, rich_help_panel=_panel)(_command)
-app.add_typer(account.keys, name="keys", rich_help_panel="People")
-app.add_typer(site.nodes, name="nodes", rich_help_panel="Site")
-app.add_typer(bundles.policy, name="policy", rich_help_panel="Site")
-app.add_typer(evidence.audit, name="audit", rich_help_panel="Site")
-
-
-@app.callback()
-def root(
-    ctx: typer.Context,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    profile: Annotated[str, typer.Option("--profile", envvar="INTERLOCK_PROFILE", help="Who you are.")] = "default",
-    url: Annotated[str, typer.Option("--url", help="Address of the control plane (or INTERLOCK_URL).")] = "",
-) -> None:
-    """Interlock: nothing runs without a live authorization, everything leaves evidence, anything can be stopped."""
-    ctx.obj = Invocation(Terminal(as_json), profile, url)
-    ctx.call_on_close(ctx.obj.close)
-
-
-def execute(argv: Sequence[str]) -> int:
-    """Run one command line; return its exit status. Refusals become code, sentence and next step."""
-    words = hoist(argv)
-    terminal = Terminal("--json" in words[: words.index("--")] if "--" in words else "--json" in words)
-    try:
-        if _command_of(words) == "run" and "--" not in words and "--help" not in words:
-            raise Usage("the command of a run stands behind --", code="run", next_step="interlock run -- CMD…")
-        status = typer.main.get_command(app).main(args=words, prog_name="interlock", standalone_mode=False)
-        return status if isinstance(status, int) else 0
-    except Refusal as refusal:
-        return terminal.refuse(refusal)
-    except TyperException as error:
-        return terminal.refuse(Usage(error.format_message() or "a command is missing", next_step="interlock --help"))
-    except (KeyboardInterrupt, typer.Abort):
-        return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except OSError as error:
-        return terminal.refuse(Unavailable(f"{error.filename or 'the system'}: {error.strerror}", code="system"))
-
-
-def _command_of(words: Sequence[str]) -> str:
-    rest = iter(words)
-    for word in rest:
-        if word in ("--profile", "--url"):
-            next(rest, None)
-        elif not word.startswith("-"):
-            return word
-    return ""
 
 
 def _isolate() -> None:
@@ -101,6 +19,11 @@ def main() -> None:
     """Entry point of the console script."""
     if not sys.flags.isolated:
         _isolate()
+    from control_plane.cli.command import execute
+    from control_plane.cli.terminal import Terminal
+    from interlock import origin
+    from interlock.errors import Refusal
+
     try:
         origin.check("control_plane", "policy", "audit", "sandbox")
     except Refusal as refusal:

@@ -69,25 +69,30 @@ def full_plan(given: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Admission:
-    """Brings one plan through the gate: answers what is missing (factor, persons) and asks again."""
+    """Brings one plan through the gate: answers what is missing (factor, persons) and asks again.
+
+    `step_up` is a proof that was given before: it is good for five minutes, for exactly this plan, in this
+    session, and is used up when the run starts. Its id is told when approvals are missing and nobody waits.
+    """
 
     here: Invocation
     api: PeopleApi
     plan: dict[str, Any]
     codes: Iterator[str]
     approval: str = ""
+    step_up: str = ""
     waits: bool = True
 
     def run(self) -> dict[str, Any]:
         """Return the answer of `POST /api/runs`; raises the refusal that nobody here can lift."""
-        body: dict[str, Any] = {"plan": self.plan, **({"approval": self.approval} if self.approval else {})}
         for _ in range(6):
+            given = {"approval": self.approval, "step_up": self.step_up}
             try:
-                return self.api.post("/api/runs", body)
+                return self.api.post("/api/runs", {"plan": self.plan, **{k: v for k, v in given.items() if v}})
             except StepUpRequired as refusal:
-                body["step_up"] = self._step_up(refusal)
+                self.step_up = self._step_up(refusal)
             except ApprovalRequired as refusal:
-                body["approval"] = self._approved(refusal)
+                self.approval = self._approved(refusal)
         raise Denied("the control plane keeps asking for the same", code="loop")
 
     def _step_up(self, refusal: StepUpRequired) -> str:
@@ -101,6 +106,7 @@ class Admission:
     def _approved(self, refusal: ApprovalRequired) -> str:
         request = str(refusal.details.get("request", self.approval))
         if not self.waits or not request:
+            refusal.details["step_up"] = self.step_up
             raise refusal
         needed = refusal.details.get("needed", "?")
         self.here.terminal.note(f"approval request {request}: {needed} other persons approve with: "
@@ -260,6 +266,7 @@ def run(
     model: Annotated[str, typer.Option("--model", help="The model behind the run.")] = "",
     save: Annotated[Path | None, typer.Option("--save", help="Write the run's files into this folder.")] = None,
     approval: Annotated[str, typer.Option("--approval", help="An approval request with its votes.")] = "",
+    step_up_proof: Annotated[str, typer.Option("--step-up", help="A proof that was given for exactly this plan.")] = "",
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for approvals.")] = True,
     detach: Annotated[bool, typer.Option("--detach", help="Return when the run is placed.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Pass control characters of the output on.")] = False,
@@ -274,7 +281,7 @@ def run(
         "model": model,
     })
     codes = secret_input.codes(code_otp, here.environ)
-    placed = Admission(here, api, plan, codes, approval, wait).run()
+    placed = Admission(here, api, plan, codes, approval, step_up_proof, wait).run()
     facts = {"tier": tier, "plan_digest": digest(plan)}
     if detach:
         here.terminal.result({**placed, **facts})

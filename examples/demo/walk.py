@@ -31,6 +31,7 @@ class Cast:
     stage: Stage
     phones: dict[str, Phone] = field(default_factory=dict)
     request: str = ""
+    step_up: str = ""
     run: str = ""
     stop: str = ""
     admitted: str = ""
@@ -139,7 +140,7 @@ def refusals(cast: Cast) -> str:
     stage.refused("step_up_required", "run", "--no-wait", *HOSTILE, *HOSTILE_COMMAND, who="remy")
     error = stage.refused("approval_required", "run", "--no-wait", *HOSTILE, *HOSTILE_COMMAND, who="remy",
                           otp=cast.phones["remy"].code())
-    cast.request = error["details"]["request"]
+    cast.request, cast.step_up = error["details"]["request"], error["details"]["step_up"]
     stage.proof(approval_request=cast.request, needed=error["details"].get("needed"),
                 given=error["details"].get("given"))
     stage.refused("malformed.tier", "run", "--tier", "galactic", *plain, who="remy")
@@ -172,15 +173,9 @@ def hostile(cast: Cast) -> str:
     stage = cast.stage
     for officer in ("olga", "otto"):
         vote = stage.must("approve", cast.request, "--reason", "demo", who=officer, code=cast.phones[officer].code())
-        stage.proof(**{f"{officer} approves": brief(vote)[:160]})
-    status, placed = 1, {}
-    for _ in range(2):
-        status, placed = stage.ask("run", "--detach", "--approval", cast.request, *HOSTILE, *HOSTILE_COMMAND,
-                                   who="remy", code=cast.phones["remy"].code())
-        if status == 0:
-            break
-    if status != 0:
-        raise StepFailed(f"the approved run did not start: {brief(placed)}")
+        stage.proof(**{f"{officer} approves": f"{vote['given']} of {vote['needed']} persons"})
+    placed = stage.must("run", "--detach", "--approval", cast.request, "--step-up", cast.step_up, *HOSTILE,
+                        *HOSTILE_COMMAND, who="remy")
     cast.run = placed["run"]
     stage.proof(run=cast.run, says=wait_hostile(cast, 1))
     stop = stage.must("stop", f"run:{cast.run}", "--reason", "demo: hostile", who="casey")

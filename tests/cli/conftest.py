@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from control_plane.cli.app import execute
+from control_plane.cli.command import execute
 from control_plane.cli.profile import Profile
 from tests.cli.server import PeopleServer
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from control_plane.cli.app import execute
+from control_plane.cli.command import execute
 from interlock.canon import digest
 from interlock.signed import RESUME_APPROVAL, Signed, key_id, verify
 from tests.cli.server import PeopleServer

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from control_plane.cli.app import execute
+from control_plane.cli.command import execute
 from interlock.canon import digest, digest_bytes
 from tests.cli.server import Asked, PeopleServer, error
 
@@ -121,6 +121,24 @@ def test_refuses_when_no_code_is_at_hand(interlock, server, remy, monkeypatch) -
     server.routes["POST /api/runs"] = _wants_factor
     status, value, _ = interlock("run", "--tier", "high", "--", "x")
     assert (status, value["error"]["code"]) == (1, "step_up_required")
+
+
+def test_a_proof_that_was_given_serves_the_second_try(interlock, server, remy) -> None:
+    """Approvals come later; the code given for this very plan need not be given again within its life."""
+    def gate(asked: Asked) -> tuple[int, Any]:
+        if not asked.json.get("step_up"):
+            return error(403, "step_up_required")
+        if not asked.json.get("approval"):
+            return error(403, "approval_required", request="req_1", needed=2, given=0)
+        return 201, {"run": "run_1", "state": "placed"}
+
+    server.routes["POST /api/runs"] = gate
+    server.routes["POST /api/step-up"] = (200, {"step_up": "su_1"})
+    status, value, _ = interlock("run", "--no-wait", "--code-otp", "123456", "--", "x")
+    assert (status, value["error"]["details"]["step_up"]) == (1, "su_1")
+    status, value, _ = interlock("run", "--detach", "--approval", "req_1", "--step-up", "su_1", "--", "x")
+    assert (status, value["run"]) == (0, "run_1")
+    assert len(server.sent("POST", "/api/step-up")) == 1
 
 
 def test_without_waiting_the_approval_request_is_named(interlock, server, remy) -> None:

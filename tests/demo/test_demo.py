@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.root
 @pytest.mark.demo
+@pytest.mark.timeout(420)
 @pytest.mark.skipif(os.geteuid() != 0, reason="the node needs root")
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 def test_the_demo_holds_and_leaves_nothing() -> None:
@@ -22,7 +23,7 @@ def test_the_demo_holds_and_leaves_nothing() -> None:
         state = Path(folder) / "demo"
         environ = {"PATH": os.environ["PATH"], "DEMO_EXIT": "1", "DEMO_STATE": str(state)}
         done = subprocess.run([sys.executable, "-I", str(ROOT / "examples" / "demo" / "demo.py")], text=True,
-                              timeout=170, env=environ, capture_output=True, check=False)
+                              timeout=400, env=environ, capture_output=True, check=False)
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
         assert "9 of 9 steps ok" in done.stdout
         assert "everything is stopped" in done.stdout
