@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
+from audit import marks
 from interlock.errors import Malformed, Untrusted
 
 
@@ -114,4 +115,4 @@ def check_life(certificate: x509.Certificate, now: datetime | None = None) -> bo
 
 def sign_mark(key: ec.EllipticCurvePrivateKey, body: bytes) -> str:
     """Return the base64 ECDSA-SHA256 signature of the canonical bytes of a high-water mark."""
-    return base64.b64encode(key.sign(body, ec.ECDSA(hashes.SHA256()))).decode()
+    return base64.b64encode(marks.sign(key, body)).decode()
