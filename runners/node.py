@@ -39,7 +39,7 @@ from runners.survey import Survey
 from runners.upstream import Upstream
 from sandbox import layers, uids, work
 
-SUPERVISOR_S = 10.0
+SUPERVISOR_S = 5.0
 POLL_S = 10
 END_S = 15.0
 

@@ -4,14 +4,18 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from interlock.errors import Unavailable, Usage
+from killswitch.client import Supervisor
 from runners.broker_line import broker_ids
 from runners.folders import folders
+from runners.relay import carry
 from runners.run_uid import uid_range
+from runners.upstream import Upstream
 from tests.runners import programs
 from tests.runners.conftest import needs_root
 from tests.runners.programs import BROKER_UID, Lab
@@ -110,29 +114,24 @@ def test_refuses_a_second_start_and_ends_cleanly(own_lab: Lab):
 
 @pytest.mark.root
 @needs_root
-def test_the_node_carries_heartbeats_when_the_supervisor_has_no_link(short):
-    """The supervisor starts before the join, without link.json of its own kind: its link goes to a dead port."""
-    lab = Lab(short, _probes())
+def test_the_node_carries_heartbeats_when_the_supervisors_own_link_is_down(joined, site):
+    upstream = Upstream(joined)
+    link = joined.node / "link.json"
+    value = link.read_text()
+    link.write_text(json.dumps({**json.loads(value), "url": "https://localhost:1"}))
+    program = programs.supervisor(joined)  # its own link reaches nobody
     try:
-        link = lab.host.node / "link.json"
-        value = json.loads(link.read_text())
-        assert lab.supervisor is not None
-        lab.supervisor.end()
-        assert lab.node is not None
-        lab.node.end()
-        link.write_text(json.dumps({**value, "url": "https://localhost:1"}))
-        lab.supervisor = programs.supervisor(lab.host)  # its own link reaches nobody
-        link.write_text(json.dumps(value))
-        lab.site.beats.clear()
-        lab.start_node()
-        made = lab.launch("echo", "carried")
-        assert lab.ended(made, 30)["exit"] == 0
-        assert lab.site.beats
+        client = Supervisor(joined.socket)
+        assert client.ask("status")["complete"] is False
+        assert carry(client, upstream) is True
+        assert client.ask("status")["complete"] is True  # the answer was taken
+        assert len(site.beats) == 1
+        link.write_text(value)
+        until = time.monotonic() + 10
+        while not client.ask("status")["link"]["connected"]:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert carry(client, upstream) is False  # control: no second path beside a first one
     finally:
-        lab.end()
-
-
-def _probes() -> Path:
-    from tests.runners.conftest import PROBES
-
-    return PROBES
+        program.end()
+        upstream.close()
