@@ -12,12 +12,12 @@ from sqlalchemy import Connection
 
 from control_plane.auth import passwords, sessions, throttle, totp
 from control_plane.auth.links import checked_roles
-from control_plane.auth.site import Site, state
+from control_plane.auth.site import APPROVER, Site, state
 from control_plane.store import people
 from control_plane.store import sessions as rows
 from control_plane.store.db import now_us, reading, writing
 from interlock.call import Action, Call, Resource, Subject
-from interlock.errors import NotRecorded, Refusal, TooMany, Unavailable, Untrusted
+from interlock.errors import Conflict, NotFound, NotRecorded, TooMany, Unavailable, Untrusted
 from interlock.event import Event, EventType
 from policy.decide import Facts
 
@@ -133,7 +133,7 @@ def _cut_off(site: Site, connection: Connection, person: people.Person, why: str
 def _known(connection: Connection, person: str) -> people.Person:
     found = people.by_id(connection, person)
     if found is None:
-        raise Refusal("no such person", code="person")
+        raise NotFound("no such person", code="person")
     return found
 
 
@@ -151,6 +151,9 @@ def change_roles(site: Site, person: str, roles: frozenset[str], by: str) -> Non
     wanted = frozenset(checked_roles(roles)) if roles else frozenset()
     with writing(site.engine) as connection:
         found = _known(connection, person)
+        if APPROVER in wanted and not found.person_key:
+            raise Conflict("an approver has a person key, and this person enrolled without one", code="person_key",
+                           next_step="invite the person anew; the command interlock enrol makes the key")
         people.set_roles(connection, person, found.tenant, wanted)
         _cut_off(site, connection, found, "roles changed to " + (", ".join(sorted(wanted)) or "none"), by)
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import ArgumentError, DatabaseError, InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from interlock.errors import Unavailable, Untrusted, Usage
 
@@ -100,14 +101,24 @@ def open_engine(url: str) -> Engine:
     raise Usage("the database is SQLite or PostgreSQL", code="database", next_step="use sqlite:////path/control.db")
 
 
-def _away(error: DBAPIError) -> Exception:
-    """Return the refusal for a database that is away; a wrong statement stays what it is."""
-    name = str(getattr(error.orig, "sqlite_errorname", "") or getattr(error.orig, "sqlstate", "") or "")
-    if name == "SQLITE_ERROR":
-        return error
+@contextmanager
+def _answering() -> Iterator[None]:
+    """Turn a database that is away, locked, full or broken into the refusal; a wrong statement stays what it is."""
+    try:
+        yield
+    except PoolTimeout as error:
+        raise _away("pool") from error
+    except (DatabaseError, InterfaceError) as error:
+        name = str(getattr(error.orig, "sqlite_errorname", "") or getattr(error.orig, "sqlstate", "") or "")
+        if type(error) not in (DatabaseError, OperationalError, InterfaceError) or name == "SQLITE_ERROR":
+            raise
+        raise _away(name or type(error.orig).__name__) from error
+
+
+def _away(reason: str) -> Unavailable:
     return Unavailable(
         "the database does not answer", code="database", next_step="see the disk and the database server",
-        details={"reason": name or type(error.orig).__name__},
+        details={"reason": reason},
     )
 
 
@@ -118,22 +129,16 @@ def writing(engine: Engine) -> Iterator[Connection]:
     Raises Unavailable (``unavailable.database``) when the lock is not had in 5 s or the database is away.
     IntegrityError of the block's own statements passes through.
     """
-    try:
-        with engine.begin() as connection:
-            if connection.dialect.name == "postgresql":
-                connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_WRITER_LOCK})")
-            yield connection
-    except (OperationalError, InterfaceError) as error:
-        raise _away(error) from error
+    with _answering(), engine.begin() as connection:
+        if connection.dialect.name == "postgresql":
+            connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_WRITER_LOCK})")
+        yield connection
 
 
 @contextmanager
 def reading(engine: Engine) -> Iterator[Connection]:
     """Yield a connection in a read transaction; takes no write lock. Raises Unavailable."""
-    try:
-        with engine.connect() as plain:
-            connection = plain.execution_options(**{_READ: True})
-            with connection.begin():
-                yield connection
-    except (OperationalError, InterfaceError) as error:
-        raise _away(error) from error
+    with _answering(), engine.connect() as plain:
+        connection = plain.execution_options(**{_READ: True})
+        with connection.begin():
+            yield connection

@@ -4,11 +4,13 @@ import os
 import sqlite3
 import stat
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import Engine, text
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from control_plane.store import db
 from interlock.errors import Unavailable, Untrusted, Usage
@@ -61,6 +63,22 @@ def test_refuses_when_the_database_is_locked(tmp_path: Path, monkeypatch: pytest
     with db.writing(engine) as connection:
         connection.execute(text("INSERT INTO site VALUES ('a', 'b')"))
     engine.dispose()
+
+
+@pytest.mark.parametrize("open_", [db.reading, db.writing])
+def test_refuses_when_the_file_is_no_database(tmp_path: Path, open_: Callable[..., Any]) -> None:
+    (tmp_path / "c.db").write_bytes(b"not a database, but long enough to be read as the header of one" * 20)
+    (tmp_path / "c.db").chmod(0o600)
+    engine = db.open_engine(f"sqlite:///{tmp_path / 'c.db'}")
+    with pytest.raises(Unavailable) as caught, open_(engine) as connection:
+        connection.execute(text("SELECT 1 FROM site"))
+    assert caught.value.details["reason"] == "SQLITE_NOTADB"
+    engine.dispose()
+
+
+def test_a_wrong_statement_is_no_refusal(engine: Engine) -> None:
+    with pytest.raises(DBAPIError, match="nowhere"), db.reading(engine) as connection:
+        connection.execute(text("SELECT 1 FROM nowhere"))
 
 
 def test_a_check_and_its_write_are_one(engine: Engine) -> None:

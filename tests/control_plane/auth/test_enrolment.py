@@ -3,7 +3,7 @@
 import pytest
 from sqlalchemy import text
 
-from control_plane.auth import links
+from control_plane.auth import links, login
 from control_plane.store import people
 from control_plane.store.db import now_us, writing
 from interlock.errors import Conflict
@@ -188,3 +188,16 @@ def test_site_is_ready_with_two_officers(house: House) -> None:
     assert house.get("/api/whoami", session).json()["site"] == "bootstrap"
     house.join("sam", "safety_officer")
     assert house.get("/api/whoami", session).json()["site"] == "ready"
+
+
+def test_refuses_an_approver_without_a_person_key(lab: House) -> None:
+    """A browser has no key to give: enough for everybody but who signs resumes."""
+    for name, role, status in (("max", "safety_officer", 422), ("mia", "researcher", 200)):
+        body = {"secret": lab.invite(name, role), "password": PASSWORD, "person_key": ""}
+        assert lab.post("/api/enrol", body).status_code == status, name
+    with writing(lab.engine) as connection:
+        connection.execute(text("UPDATE people SET person_key = '' WHERE name = 'rob'"))
+    with pytest.raises(Conflict) as caught:
+        login.change_roles(lab.site, lab.humans["rob"].id, frozenset({"safety_officer"}), by="test")
+    assert caught.value.code == "conflict.person_key"
+    login.change_roles(lab.site, lab.humans["olly"].id, frozenset({"safety_officer"}), by="test")
