@@ -46,7 +46,7 @@ class PeopleServer:
                 data = value if isinstance(value, bytes) else json.dumps(value).encode()
                 self.send_response(status)
                 if 300 <= status < 400:
-                    self.send_header("location", "http://localhost:9/elsewhere")
+                    self.send_header("location", "/api/elsewhere")
                 self.send_header("content-length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)

@@ -145,3 +145,23 @@ def test_refuses_when_the_port_is_in_use(places: Places) -> None:
     assert error["next_step"]
     assert not list(places.runtime.glob("*.pid"))
     assert not (places.runtime / "join.json").exists()
+
+
+def test_doctor_says_what_is_missing(interlock, places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("doctor", "--state", str(places.state), "--runtime", str(places.runtime))
+    assert {x["name"]: x["present"] for x in interlock(*words)[1]["layers"]}["seccomp"]
+    monkeypatch.setenv("PATH", str(places.state))
+    status, value, _ = interlock(*words)
+    bwrap = next(x for x in value["layers"] if x["name"] == "bwrap")
+    assert (status, bwrap["present"], value["tiers"]) == (0, False, [])
+    assert "bubblewrap" in bwrap["how_to_get"]
+
+
+def test_refuses_when_the_state_is_half_made(interlock, places: Places) -> None:
+    half = places.state / "control" / "keys"
+    half.mkdir(parents=True)
+    (half / "ca.pem").write_text("begun")
+    status, value, _ = interlock("up", "--detach", "--state", str(places.state), "--runtime", str(places.runtime))
+    assert (status, value["error"]["code"]) == (1, "conflict.half_made")
+    assert [p.name for p in half.iterdir()] == ["ca.pem"]
+    assert not list(places.runtime.glob("*.pid"))
