@@ -71,6 +71,20 @@ def test_end_of_the_pipe_ends_a_hostile_run(make_profile: MakeProfile, tree: Tre
         assert one.started.report.outcome(1) == {"why": "pipe"}
 
 
+@pytest.mark.parametrize("go", [True, False])
+def test_the_launchers_death_ends_a_run_whose_supervisor_lives(
+    make_profile: MakeProfile, tree: Tree, runtime: Path, go: bool
+) -> None:
+    with running(make_profile(), HOSTILE, tree, runtime, go=go) as one:
+        if go:
+            assert one.read(5, b"armed") == b"armed\n"
+        assert one.group.populated()
+        os.close(one.started.keep_fd)
+        one.started.keep_fd = -1
+        dead_within(one, 2)
+        assert one.started.report.outcome(1) == {"why": "launcher"}
+
+
 def test_end_of_the_pipe_before_go_ends_the_run(make_profile: MakeProfile, tree: Tree, runtime: Path) -> None:
     with running(make_profile(), "open('/work/ran','w')", tree, runtime, go=False) as one:
         one.started.release_pipe()

@@ -7,6 +7,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -96,6 +97,10 @@ def test_refuses_when_others_can_change_bubblewrap(
     with ready(make_profile(), tree, runtime) as spec, monkeypatch.context() as patch:
         patch.setenv("PATH", str(runtime))
         assert refused(spec).code == "layer_missing.bwrap"
+        with pytest.raises(LayerMissing, match="others than root"):
+            layers.find_bwrap()
+        fake.chmod(0o755)
+        assert layers.find_bwrap() == str(fake), "the positive control"
 
 
 def test_refuses_when_bubblewrap_does_nothing(
@@ -290,6 +295,31 @@ def test_refuses_when_a_bind_holds_a_socket_that_is_not_listed(
         started = start.start(spec)
         started.close()
         started.process.wait()
+
+
+def test_a_socket_in_a_tree_of_the_host_is_found(runtime: Path) -> None:
+    (runtime / "a/b").mkdir(parents=True)
+    (runtime / "a/link").symlink_to("/")
+    assert start._socket_below(str(runtime / "a")) == ""
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(str(runtime / "a/b/s"))
+    server.close()
+    assert start._socket_below(str(runtime / "a")) == str(runtime / "a/b/s")
+
+
+def test_a_start_outlives_the_thread_that_made_it(make_profile: MakeProfile, tree: Tree, runtime: Path) -> None:
+    with ready(make_profile(), tree, runtime) as spec:
+        made: list[start.Started] = []
+        thread = threading.Thread(target=lambda: made.append(start.start(replace(spec, argv=("sleep", "30")))))
+        thread.start()
+        thread.join()
+        os.write(made[0].pipe_write_fd, b"G")
+        assert made[0].report.next(5) == {"go": True}
+        time.sleep(0.3)
+        assert len(spec.group.pids()) == 3
+        put_down(spec.group)
+        made[0].process.wait()
+        made[0].close()
 
 
 def test_a_descriptor_leaked_on_purpose_does_not_arrive(make_profile: MakeProfile, tree: Tree, runtime: Path) -> None:
