@@ -49,6 +49,10 @@ def test_a_stop_is_confirmed_and_the_restart_is_refused(own_lab: Lab):
     final = lab.over(again)
     assert final["state"] == "refused"
     assert final["error"]["code"].startswith("stopped")
+    denied = lab.site.wait_for(lambda: next(
+        (e for e in lab.site.events() if e["type"] == "gate.decided" and e["run"] == made.run
+         and e["facts"]["decision"]["code"] == "stopped"), None))  # the node's own gate said it, and said it on record
+    assert denied["facts"]["decision"]["rules"] == [f"stop:{order.id}"]
     other = lab.launch("true")  # control: what the stop does not cover still runs
     assert lab.ended(other)["exit"] == 0
 
