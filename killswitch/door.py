@@ -194,9 +194,10 @@ def status(sup: Supervisor) -> Reply:
     with sup.lock:
         open_ = [r for r in sup.runs.values() if r.state is not State.GONE]
         gone = [r for r in sup.runs.values() if r.state is State.GONE][-50:]
+        stops = [{**s.as_json(), "reason": s.reason[:200]} for s in list(sup.state.stops.values())[-50:]]
         return {
             "boot_id": sup.boot_id, "node": sup.node, "complete": sup.store.complete, "floor": sup.state.top,
-            "epoch": sup.state.epoch, "stops": [{**s.as_json(), "reason": s.reason[:200]} for s in list(sup.state.stops.values())[-50:]],
+            "epoch": sup.state.epoch, "stops": stops,
             "stops_total": len(sup.state.stops), "cleared": sorted(sup.state.cleared)[-200:],
             "runs": [r.as_json() for r in [*gone, *open_][-200:]], "link": sup.link, "now_ms": boottime_ms(),
             "pid": os.getpid(), "trust_version": sup.trust.version if sup.trust else 0,

@@ -17,7 +17,8 @@ from interlock.order import Result
 from interlock.permit import boottime_ms
 from killswitch.ladder import LIMIT_MS, Outcome, climb
 from killswitch.latch import drop
-from killswitch.store import Entry, boot_id
+from killswitch.latchbook import write_durable
+from killswitch.store import Entry, boot_id, removed_note
 from killswitch.verify import Target
 from sandbox.cgroup import Group
 
@@ -49,6 +50,9 @@ def stop(state: Path, run: str | None, limit_ms: int = LIMIT_MS) -> dict[str, An
     targets = _targets(folder, run)
     end = started + limit_ms
     outcomes = {t.name: climb(Target(t.group), limit_ms=max(200, end - boottime_ms())) for t in targets}
+    for name in (n for n, o in outcomes.items() if o.removed):
+        with suppress(OSError):
+            write_durable(removed_note(folder, name), b"")
     return _report(latch, outcomes, boottime_ms() - started)
 
 

@@ -28,7 +28,7 @@ class State(StrEnum):
 @dataclass
 class Run:
     """An attempt. `leash` and `page` are None for what a sweep found; `pipe` is the writing end that run
-    init watches: closing it ends the run."""
+    init watches: closing it ends the run; `swept` says that nobody of this supervisor's life admitted it."""
 
     entry: Entry
     state: State
@@ -40,6 +40,7 @@ class Run:
     missing: str = ""
     lost: bool = False
     removed: bool = False
+    swept: bool = False
     survivors: tuple[Survivor, ...] = ()
     fds: list[int] = field(default_factory=list)
 

@@ -173,6 +173,10 @@ class Store:
             write_durable(self.runs / f"{entry.name}.json", canonical(closed.as_json()))
         return closed
 
+    def was_removed(self, name: str) -> bool:
+        """Return whether a ladder outside the supervisor noted that it removed the groups of ``RUN.ATTEMPT``."""
+        return removed_note(self.folder, name).exists()
+
     def entries(self) -> list[Entry]:
         """Return every attempt ever registered; one that cannot be read is skipped but stays used."""
         found = []
@@ -184,6 +188,12 @@ class Store:
     def write(self, name: str, data: bytes) -> None:
         """Replace a small file of the folder durably; raises OSError."""
         write_durable(self.folder / name, data)
+
+
+def removed_note(folder: Path, name: str) -> Path:
+    """Return the file by which the direct way (offline.py) says that the groups of ``RUN.ATTEMPT`` are gone:
+    a group that is missing is then no riddle."""
+    return folder / "runs" / f"{name}.removed"
 
 
 def _disk(error: OSError) -> Unavailable:

@@ -103,7 +103,7 @@ class Supervisor:
     def _sweep_entry(self, entry: Entry) -> None:
         group = Group(entry.name, entry.groups)
         if entry.boot_id == self.boot_id and group.exists():
-            run = Run(entry, State.ADMITTED, Target(group))
+            run = Run(entry, State.ADMITTED, Target(group), swept=True)
             self.runs[run.name] = run
             self.end(run, "start")
         else:
@@ -118,14 +118,14 @@ class Supervisor:
 
     def leftovers(self) -> list[str]:
         """Return what an earlier supervisor left and is not gone yet; nothing is admitted beside it."""
-        return [r.name for r in self.runs.values() if r.why == "start" and r.state is not State.GONE]
+        return [r.name for r in self.runs.values() if r.swept and r.state is not State.GONE]
 
     def _end_aliens(self) -> None:
         for group in self.tree.groups():
             known = self.runs.get(group.id)
             if known is None or (known.state is State.GONE and group.exists()):
                 entry = self.books.get(group.id) or _alien(group, self.node, self.boot_id)
-                run = Run(entry, State.ADMITTED, Target(group))
+                run = Run(entry, State.ADMITTED, Target(group), swept=True)
                 self.runs[group.id] = run
                 self.end(run, "start")
 
@@ -178,7 +178,7 @@ class Supervisor:
             self._end_aliens()
             for run in list(self.runs.values()):
                 # What is in the tree without books may be anything, so it falls under every stop.
-                if run.state is not State.GONE and (run.why == "start" or order.scope.matches(run.entry.labels)):
+                if run.state is not State.GONE and (run.swept or order.scope.matches(run.entry.labels)):
                     effect.targets.add(run.name)
                     self.end(run, f"order:{order.id}")
             self._settle(effect, now)
@@ -258,7 +258,7 @@ class Supervisor:
     def _kill(self, run: Run) -> None:
         while True:
             try:
-                outcome = climb(run.target, removed=run.removed)
+                outcome = climb(run.target, removed=run.removed or self.store.was_removed(run.name))
             except Exception as error:  # the killing must not end by an accident of ours
                 outcome = Outcome(Result.NOT_CONFIRMED, 0, (), f"error {type(error).__name__}", False)
             with self.lock:

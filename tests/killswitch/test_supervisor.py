@@ -249,8 +249,12 @@ def test_refuses_when_run_init_is_not_in_its_group(sup: Supervisor, site: Site) 
         spawned(sup, "run_1.1", init.fds)
     assert init.said() == b""
     init.reap()
+    admit(sup, launch(site, "run_2"))
     with pytest.raises(Malformed):
-        spawned(sup, "run_1.1", [])
+        spawned(sup, "run_2.1", [])
+    good = Init(sup, "run_2")
+    assert spawned(sup, "run_2.1", good.fds) == {"state": "blocked"}
+    good.reap()
 
 
 def test_G1_a_stop_of_an_old_epoch_is_applied(sup: Supervisor, site: Site) -> None:
