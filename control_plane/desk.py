@@ -151,11 +151,14 @@ class OrderDesk:
 
     def _in_order_log(self, signed: Signed) -> Entry | None:
         """Append to the order log, but wait for it no longer than `ANCHOR_S`."""
-        waiting: Future[Entry] = self._anchor.submit(self.log.append, signed)
+        try:
+            waiting: Future[Entry] = self._anchor.submit(self.log.append, signed)
+        except RuntimeError:
+            return None  # this process is ending; the next one anchors what its own list holds
         try:
             return waiting.result(ANCHOR_S)
         except (TimeoutError, Refusal):
-            return None
+            return None  # the catch-up anchors it; "not anchored" is shown until then
 
     def _in_database(self, anchored: Entry | None, signed: Signed) -> bool:
         order = StopOrder.from_json(signed.body())

@@ -43,7 +43,7 @@ def take_receipt(desk: OrderDesk, connection: Connection, node: str, signed: Sig
     order, result = text(body, "order", limit=64), Result(text(body, "result", limit=32))
     if text(body, "node", limit=64) != node:
         raise Malformed("a receipt is about another node", code="receipt")
-    facts: dict[str, Any] = {k: body[k] for k in ("runs", "survivors", "at_ms", "boot_id", "reason") if k in body}
+    facts: dict[str, Any] = {k: body[k] for k in ("runs", "survivors", "at_ms", "boot_id", "why", "latency_ms") if k in body}
     held = {r.node: r for r in orders.receipts_of(connection, order)}.get(node)
     if held is not None and _older(facts, json.loads(held.facts)):
         return order
@@ -118,4 +118,5 @@ def _line(node: str, receipt: Row[Any] | None, accepted_us: int, *, reachable: b
                 "survivors": [], "runs": []}
     facts = json.loads(receipt.facts)
     return {"node": node, "result": receipt.result, "latency_ms": max(0, (receipt.received_us - accepted_us) // 1000),
-            "survivors": facts.get("survivors", []), "runs": facts.get("runs", [])}
+            "node_ms": facts.get("latency_ms"), "survivors": facts.get("survivors", []), "runs": facts.get("runs", []),
+            "why": facts.get("why", "")}
