@@ -5,11 +5,13 @@ limits → own mount namespace → open and check every source, bind it below th
 run's uid → close every descriptor that was not named → bubblewrap. bubblewrap never runs as root: with
 host uid 0 the owner check of sysctls passes whatever capabilities were dropped.
 
-A failure prints one JSON line ``{"layer": NAME, "message": TEXT}`` on stderr and exits 70; nothing ran.
+The spec is in marshal form: it comes from the launcher, the same interpreter, through a file in memory, and
+costs no import. A failure prints one JSON line ``{"layer": NAME, "message": TEXT}`` on stderr and exits 70;
+nothing ran.
 """
 
 import ctypes
-import json
+import marshal
 import os
 import resource
 import stat
@@ -164,6 +166,8 @@ def _close_all_but(kept: list[int]) -> None:
 
 
 def _fail(layer: str, message: str) -> NoReturn:
+    import json  # a third of the start of this program; only a failure pays it
+
     os.write(2, json.dumps({"layer": layer, "message": message}).encode() + b"\n")
     os._exit(70)
 
@@ -173,7 +177,7 @@ def main() -> NoReturn:
     layer = "spec"
     try:
         with os.fdopen(int(sys.argv[1]), "rb") as file:
-            spec = json.load(file)
+            spec = marshal.loads(file.read())  # noqa: S302
         layer = "cgroup"
         _join(spec["procs_files"])
         layer = "limits"
@@ -188,7 +192,7 @@ def main() -> NoReturn:
         os.execve(spec["argv"][0], spec["argv"], {"PATH": "/usr/bin:/bin"})  # noqa: S606
     except _LayerError as error:
         _fail(error.layer, str(error))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         _fail(layer, str(error))
 
 

@@ -9,6 +9,7 @@ self-check, never what was asked for; its digest goes into the record of the lau
 """
 
 import json
+import marshal
 import os
 import select
 import signal
@@ -168,11 +169,11 @@ def enter_spec(spec: StartSpec, argv: Sequence[str], pass_fds: Sequence[int]) ->
 
 def _init_spec(spec: StartSpec, pipe: int, keep: int, report: int, page: int) -> bytes:
     profile = spec.profile
-    return json.dumps({
+    return marshal.dumps({
         "pipe": pipe, "keep": keep, "report": report, "page": page, "argv": list(spec.argv),
         "cpu_seconds": profile.bounds.cpu_seconds, "landlock": profile.shape.landlock,
         "writable": [WORK, TMP, SHM], "tcp": profile.shape.tcp,
-    }).encode()
+    })
 
 
 def interpreter() -> list[str]:
@@ -182,7 +183,7 @@ def interpreter() -> list[str]:
 
 def spawn_entered(spec: dict[str, Any], stdio: tuple[int, int], keep: ExitStack) -> subprocess.Popen[bytes]:
     """Start enter.py with `spec`; `stdio` are its output and its error descriptor."""
-    fd = memory_file("enter", json.dumps(spec).encode(), keep)
+    fd = memory_file("enter", marshal.dumps(spec), keep)
     file = str(Path(__file__).resolve().with_name("enter.py"))
     return subprocess.Popen(
         [*interpreter(), file, str(fd)], stdin=subprocess.DEVNULL, stdout=stdio[0], stderr=stdio[1],

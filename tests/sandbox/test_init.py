@@ -1,5 +1,6 @@
 """Run init in the real sandbox: GO, deadline, end of the pipe, outcome, and what a workload cannot touch."""
 
+import json
 import os
 import time
 import uuid
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from sandbox import init
 from sandbox.cgroup import Tree
 from sandbox.profile import INIT_ROOT, Profile
 from sandbox.trial import Trial, trial, write_page
@@ -42,6 +44,11 @@ def dead_within(one: Trial, seconds: float) -> float:
         assert time.monotonic() - start < seconds, one.group.pids()
         time.sleep(0.005)
     return time.monotonic() - start
+
+
+@pytest.mark.parametrize("value", ["", "plain", 'q"\\\n\x00', "ü€😀", "\ud800", [1, [True, "x"], {}], {"ü": {"a": -1}}])
+def test_the_report_is_json(value: object) -> None:
+    assert json.loads(init.to_json({"v": value})) == {"v": value}
 
 
 def test_no_code_of_the_workload_runs_before_go(make_profile: MakeProfile, tree: Tree, runtime: Path) -> None:

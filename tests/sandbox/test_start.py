@@ -1,6 +1,7 @@
 """The start: each missing layer refuses and leaves nothing, and what is running is what was asked for."""
 
 import json
+import marshal
 import os
 import signal
 import socket
@@ -437,8 +438,7 @@ def test_no_survivor_after_the_launcher_is_killed(
 
 
 def test_a_stand_alone_file_reads_its_refusal_back(runtime: Path) -> None:
-    spec = json.dumps({"procs_files": ["/no/such"]})
-    (runtime / "spec").write_text(spec)
+    (runtime / "spec").write_bytes(marshal.dumps({"procs_files": ["/no/such"]}))
     with open(runtime / "spec", "rb") as file:
         done = subprocess.run(
             [*start.interpreter(), str(ROOT / "sandbox/enter.py"), str(file.fileno())], pass_fds=[file.fileno()],
