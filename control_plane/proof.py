@@ -25,6 +25,9 @@ from interlock.order import Result, Scope, ScopeKind
 from interlock.signed import RECEIPT, Signed, verify
 
 
+_KEPT = ("runs", "survivors", "at_ms", "boot_id", "why", "latency_ms")
+
+
 def must_answer(desk: OrderDesk, scope: Scope) -> set[str]:
     """Return the nodes whose receipts a stop of `scope` needs. Raises Unavailable (order log away)."""
     enrolled = {str(r["node"]) for r in desk.log.enrolled()}
@@ -43,7 +46,7 @@ def take_receipt(desk: OrderDesk, connection: Connection, node: str, signed: Sig
     order, result = text(body, "order", limit=64), Result(text(body, "result", limit=32))
     if text(body, "node", limit=64) != node:
         raise Malformed("a receipt is about another node", code="receipt")
-    facts: dict[str, Any] = {k: body[k] for k in ("runs", "survivors", "at_ms", "boot_id", "why", "latency_ms") if k in body}
+    facts: dict[str, Any] = {k: body[k] for k in _KEPT if k in body}
     held = {r.node: r for r in orders.receipts_of(connection, order)}.get(node)
     if held is not None and _older(facts, json.loads(held.facts)):
         return order

@@ -4,6 +4,7 @@ import base64
 import datetime
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,21 @@ from typing import Any
 import httpx
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from audit import marks
+from audit.spool import Spool, unshipped
 from control_plane import app as joint
 from control_plane import certificates, node_link
 from control_plane.api.nodes import make_join_file
 from control_plane.serve import Listener, _bound, socket
 from control_plane.store import nodes
 from control_plane.store.db import now_us, writing
-from interlock.event import EventType
+from interlock.canon import digest_bytes
+from interlock.errors import Untrusted
+from interlock.event import Event, EventType
 from interlock.signed import SNAPSHOT, Signed, public_text, verify
+from policy.snapshot import verify as verify_snapshot
 from tests.control_plane.conftest import Host, House, csr
 
 
@@ -73,8 +80,6 @@ def incidents(house: House) -> list[str]:
 
 
 def test_join_gives_a_certificate_for_the_secrets_node_whatever_the_request_says(link: Link) -> None:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
     key, supervisor = ec.generate_private_key(ec.SECP256R1()), Ed25519PrivateKey.generate()
     file = secret_for(link.house, "n7")
     answer = joined(link, "someone-else", file["secret"], key, supervisor)
@@ -87,8 +92,6 @@ def test_join_gives_a_certificate_for_the_secrets_node_whatever_the_request_says
 
 
 def test_refuses_when_the_secret_is_wrong_used_or_expired(link: Link) -> None:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
     key, supervisor = ec.generate_private_key(ec.SECP256R1()), Ed25519PrivateKey.generate()
     good = secret_for(link.house, "n1")["secret"]
     for bad in ("wrong", good[:-1] + "x"):
@@ -169,8 +172,6 @@ def test_work_output_state_and_files_of_one_run(link: Link) -> None:
     assert post("output", {"offset": 0, "data": data}).json() == {"next": 6}  # the same piece twice
     gap = post("output", {"offset": 99, "data": data})
     assert (gap.status_code, gap.json()["error"]["details"]["next"]) == (409, 6)
-    from interlock.canon import digest_bytes
-
     kept = {"name": "result.json", "data": data, "digest": digest_bytes(b"hello\n")}
     assert post("files", kept).status_code == 200
     assert post("files", {**kept, "digest": digest_bytes(b"other")}).status_code == 401
@@ -189,8 +190,6 @@ def test_work_output_state_and_files_of_one_run(link: Link) -> None:
 
 
 def test_a_stop_wakes_the_long_poll_at_once(link: Link) -> None:
-    import time
-
     host = link.house.host()
     timer = threading.Timer(0.5, link.house.stop, ["everything"])
     timer.start()
@@ -207,8 +206,6 @@ def test_snapshot_answers_the_nonce(link: Link) -> None:
     body = verify(Signed.from_json(answer), SNAPSHOT, link.house.parts.signers.grant_pins)
     assert body["nonce"] == "abcdefgh"
     assert {r["role"] for r in body["roles"]} >= {"researcher", "safety_officer"}
-    from policy.snapshot import verify as verify_snapshot
-
     assert verify_snapshot(Signed.from_json(answer), link.house.parts.signers.grant_pins, "abcdefgh").epoch == 0
 
 
@@ -222,18 +219,12 @@ def test_refuses_a_certificate_that_expired_since_the_handshake(staffed: House) 
     host = staffed.host()
     assert certificates.named_node(host.certificate) == "n1"
     later = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=25)
-    from interlock.errors import Untrusted
-
     with pytest.raises(Untrusted) as refused:
         certificates.named_node(host.certificate, later)
     assert refused.value.code == "untrusted.certificate_expired"
 
 
 def test_marks_and_records_are_the_nodes_own(link: Link, tmp_path: Path) -> None:
-    from audit import marks
-    from audit.spool import Spool, unshipped
-    from interlock.event import Event
-
     host, other = link.house.host("n1"), link.house.host("n2")
     spool = Spool(tmp_path, "n1", "launcher")
     spool.record(Event(EventType.RUN_STEP, "x"))

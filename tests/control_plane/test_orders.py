@@ -153,7 +153,8 @@ def test_order_log_away_a_stop_is_accepted_and_nothing_is_granted(staffed: House
     assert [s.body()["id"] for _, s in staffed.parts.desk.feed(0)[0]] == [stopped.json()["order"]]
     assert host.beat((run, 1))["refused"][0]["code"] == "stopped.order"
     assert host.beat((other, 1))["leases"] == []
-    refused = staffed.post("/api/runs", staffed.people["rob"], {"plan": {"argv": ["x"], "tier": "none", "tenant": "lab"}})
+    plan = {"argv": ["x"], "tier": "none", "tenant": "lab"}
+    refused = staffed.post("/api/runs", staffed.people["rob"], {"plan": plan})
     assert refused.json()["error"]["code"] == "unavailable.order_log"
     (staffed.state / "away").rename(log)
     staffed.parts.desk.catch_up()
@@ -181,7 +182,8 @@ def test_G6_the_standing_is_read_in_the_granting_transaction(staffed: House) -> 
 
 def _placement(person: str) -> issuer.Placement:
     run = new_id("run")
-    return issuer.Placement(run, 1, Labels("lab", person, person, run, "n1", Tier.NONE), Plan(("x",), Tier.NONE, "lab"), {})
+    labels = Labels("lab", person, person, run, "n1", Tier.NONE)
+    return issuer.Placement(run, 1, labels, Plan(("x",), Tier.NONE, "lab"), {})
 
 
 def test_G7_refuses_a_lease_for_a_permit_older_than_stop_and_resume(staffed: House) -> None:
