@@ -24,7 +24,6 @@ from interlock.event import Event, EventType
 from interlock.order import Result, Scope, ScopeKind
 from interlock.signed import RECEIPT, Signed, verify
 
-
 _KEPT = ("runs", "survivors", "at_ms", "boot_id", "why", "latency_ms")
 
 
