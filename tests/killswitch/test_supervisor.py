@@ -15,7 +15,7 @@ from interlock.permit import boottime_ms
 from interlock.signed import RECEIPT, STOP, Signed, key_id, sign, verify
 from interlock.tier import Tier
 from killswitch import supervisor as room
-from killswitch.admission import admit, ended, spawned
+from killswitch.admission import admit, ended, go, spawned
 from killswitch.exchange import answer, beats, refuse_all
 from killswitch.latchbook import LatchBook
 from killswitch.page import StopPage, read_deadline_ms
@@ -170,9 +170,12 @@ def test_G12_no_GO_after_a_stop_that_came_during_the_start(sup: Supervisor, site
     # What the second look must catch: a stop that is latched while the run itself was not yet ended.
     sup.state.apply_stop(StopOrder.from_json(site.stop_order("run:run_1").body()))
     answer(sup, site.answer(asked))
-    assert init.said() is None
-    room_run = sup.runs["run_1.1"]
-    assert room_run.state is State.BLOCKED
+    run = sup.runs["run_1.1"]
+    go(sup, run)
+    assert (init.said(), run.state) == (None, State.BLOCKED)
+    sup.state.stops.clear()
+    go(sup, run)
+    assert (init.said(), run.state) == (b"G", State.LIVE)
     init.reap()
 
 

@@ -1,0 +1,59 @@
+"""The command hook."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from interlock.errors import Malformed, Untrusted
+from killswitch import alarm
+from tests.killswitch.host import wait_for
+
+
+def test_takes_the_command_line_or_the_settings_file(tmp_path: Path) -> None:
+    settings = tmp_path / "settings.json"
+    assert alarm.command(None, settings) == []
+    settings.write_text(json.dumps({"on_unconfirmed": ["/bin/page", "it; rm"]}))
+    settings.chmod(0o600)
+    assert alarm.command(None, settings) == ["/bin/page", "it; rm"]
+    assert alarm.command("/bin/page 'a b'", settings) == ["/bin/page", "a b"]
+
+
+def test_refuses_when_the_settings_are_off_or_others_can_write_them(tmp_path: Path) -> None:
+    settings = tmp_path / "settings.json"
+    for text in ("{", "[]", '{"on_unconfirmed": "/bin/page"}'):
+        settings.write_text(text)
+        settings.chmod(0o600)
+        with pytest.raises(Malformed):
+            alarm.command(None, settings)
+    settings.write_text("{}")
+    assert alarm.command(None, settings) == []
+    settings.chmod(0o622)
+    with pytest.raises(Untrusted):
+        alarm.command(None, settings)
+
+
+def test_a_hook_that_fails_or_hangs_holds_nothing_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(alarm, "LIMIT_S", 0.2)
+    told = tmp_path / "told"
+    code = f"import sys; open({str(told)!r}, 'w').write(sys.stdin.read())"
+    for argv in ([], ["/does/not/exist"], [sys.executable, "-c", "import time; time.sleep(30)"]):
+        alarm.call_out(argv, {"order": "stop_1"})
+    monkeypatch.setattr(alarm, "LIMIT_S", 10)
+    alarm.call_out([sys.executable, "-I", "-S", "-c", code], {"order": "stop_1"})
+    wait_for(lambda: told.exists() and told.read_text() != "")
+    assert json.loads(told.read_text()) == {"order": "stop_1"}
+    seen = ""
+    for _ in range(50):
+        seen += capfd.readouterr().err
+        if seen.count("hook_failed") == 2:
+            break
+        wait_for(lambda: True)
+        import time
+
+        time.sleep(0.05)
+    assert seen.count("hook_failed") == 2
+    assert seen.count('"alarm": "not_confirmed"') == 4
