@@ -63,8 +63,12 @@ def why(ctx: typer.Context, what: Annotated[str, typer.Argument(metavar="ID", he
     answer = here.api().get(f"/api/why/{quote(what)}")
     found = answer.get("decisions", answer.get("items", []))
     shown = [(d.get("action"), state(d.get("effect")), d.get("code"), d.get("message"), d.get("rules"),
-              str(cell(d.get("bundle")))[:23], d.get("next_step") or d.get("missing"))
+              str(cell(d.get("bundle")))[:23], d.get("next_step") or d.get("changes"))
              for d in found if isinstance(d, dict)]
-    rest = {k: v for k, v in answer.items() if k not in ("decisions", "items")}
-    here.terminal.result(answer, fields(rest), table(
-        "Decisions", ["action", "effect", "code", "because", "rules", "bundle", "next step"], shown))
+    rest = {k: v for k, v in answer.items() if k not in ("decisions", "events", "items")}
+    events = [(when(e.get("occurred_us")), e.get("type"), e.get("actor"), e.get("facts"))
+              for e in answer.get("events", []) if isinstance(e, dict)]
+    here.terminal.result(
+        answer, fields(rest),
+        table("Decisions", ["action", "effect", "code", "because", "rules", "bundle", "next step"], shown),
+        table("Events", ["time (UTC)", "type", "actor", "facts"], events))

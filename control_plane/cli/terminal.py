@@ -55,7 +55,7 @@ def cell(value: object) -> str:
         return clean(", ".join(str(v) for v in value) or "-")
     if isinstance(value, dict | list | tuple):
         return clean(json.dumps(value, ensure_ascii=False, sort_keys=True))
-    return clean(value)
+    return clean(value, keep="\n")
 
 
 class Terminal:

@@ -26,10 +26,14 @@ def approvals(ctx: typer.Context, request: Annotated[str, typer.Argument(help="O
         here.terminal.result(here.api().get(f"/api/approvals/{quote(request)}"))
         return
     answer = here.api().get("/api/approvals")
-    shown = [(a.get("id", a.get("request")), a.get("kind"), state(a.get("state")), a.get("asked_by"), a.get("given"),
+    shown = [(a.get("id", a.get("request")), a.get("kind"), state(a.get("state")), _asker(a), a.get("given"),
               a.get("needed"), when(a.get("expires_us"))) for a in rows(answer, "approvals")]
     here.terminal.result(answer, table(
         "", ["request", "kind", "state", "asked by", "given", "needed", "expires"], shown))
+
+
+def _asker(found: dict[str, Any]) -> object:
+    return found.get("asked_by_name") or found.get("asked_by")
 
 
 def body_of(found: dict[str, Any]) -> dict[str, Any]:
@@ -72,7 +76,7 @@ def approve(ctx: typer.Context, request: Annotated[str, typer.Argument(metavar="
     found = api.get(f"/api/approvals/{quote(request)}")
     body = body_of(found)
     if not here.terminal.as_json:
-        here.terminal.err.print(fields({"kind": found.get("kind"), "asked by": found.get("asked_by"),
+        here.terminal.err.print(fields({"kind": found.get("kind"), "asked by": _asker(found),
                                         "digest": found.get("digest"), **body}))
     words: dict[str, Any] = {"reason": reason}
     if found.get("kind") == "resume":
