@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -83,6 +84,7 @@ def _broker(given: argparse.Namespace) -> None:
 def main(argv: list[str]) -> int:
     """Carry out one command; a refusal is one JSON line on stderr and status 1."""
     given = _words().parse_args(argv)
+    os.umask(0o022)  # modes of our files are said where they are made; folders stay passable for the broker
     orders = {"join": _join, "serve": _serve, "trust-signer": _trust_signer, "broker": _broker}
     try:
         origin.check(*PACKAGES)

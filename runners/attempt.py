@@ -210,7 +210,8 @@ class Attempt:
         run, attempt = self._order.run, self._order.attempt
         self._station.watcher.forget(run, attempt)
         if launched.profile.sockets:
-            self._station.broker().close(run, attempt)
+            with suppress(Refusal):  # a broker that died took the socket along
+                self._station.broker().close(run, attempt)
         launched.close_listener()
         launched.started.close()
         if launched.started.process.poll() is None:

@@ -41,6 +41,18 @@ def mark_bytes(folders: Sequence[Path], boot_id: str) -> tuple[bytes, bytes]:
     return canonical({"streams": rows, "boot_id": boot_id, "at_ms": boottime_ms()}), canonical(rows)
 
 
+def _look(folder: Path) -> list[tuple[str, int, int]]:
+    """Return name, time of change and size of every file of the streams: cheap, to see that nothing is new."""
+    found = []
+    for path in sorted(folder.glob("*/*")) if folder.is_dir() else ():
+        try:
+            info = path.lstat()
+        except FileNotFoundError:
+            continue
+        found.append((str(path), info.st_mtime_ns, info.st_size))
+    return found
+
+
 class Shipper(threading.Thread):
     """Ships every quarter of a second while there is something, marks when a stream grew and each 5 s.
 
@@ -52,6 +64,8 @@ class Shipper(threading.Thread):
         self._folders, self._upstream, self._boot_id = tuple(folders), upstream, boot_id
         self._end = threading.Event()
         self._marked, self._marked_ms = b"", 0
+        self._seen: list[tuple[str, int, int]] = []
+        self._full_ms = -MARK_EVERY_MS
         self.failed: Refusal | None = None
 
     def run(self) -> None:
@@ -60,20 +74,24 @@ class Shipper(threading.Thread):
             self.turn()
 
     def turn(self) -> None:
-        """Ship once; a refusal waits for the next turn."""
+        """Ship once when a file changed, and each 5 s anyway; a refusal waits for the next turn."""
+        look = [row for folder in self._folders for row in _look(folder)]
+        if look == self._seen and self.failed is None and boottime_ms() - self._full_ms < MARK_EVERY_MS:
+            return
         try:
             for folder in self._folders:
                 while folder.is_dir() and ship_records(folder, self._upstream):
                     continue
             self._mark()
             self.failed = None
+            self._seen, self._full_ms = look, boottime_ms()
         except Refusal as refusal:
             self.failed = refusal
             self._end.wait(1.0)
 
     def _mark(self) -> None:
         body, streams = mark_bytes(self._folders, self._boot_id)
-        if streams == self._marked and boottime_ms() - self._marked_ms < MARK_EVERY_MS:
+        if streams == self._marked and boottime_ms() - self._marked_ms < MARK_EVERY_MS - LOOK_S * 1_000:
             return
         self._upstream.marks(body)
         self._marked, self._marked_ms = streams, boottime_ms()
@@ -82,4 +100,5 @@ class Shipper(threading.Thread):
         """Stop, after one more turn for the closing records."""
         self._end.set()
         self.join()
+        self._seen = []
         self.turn()

@@ -17,6 +17,7 @@ from runners.survey import Survey
 from sandbox import layers, uids
 from sandbox.cgroup import Limits, own_tree
 from sandbox.trial import put_down, write_page
+from sandbox.work import remove_leftovers
 from tests.runners.conftest import needs_root
 from tests.runners.programs import order
 from tests.runners.simulator import Site
@@ -62,6 +63,7 @@ def ground(short):
     found = Ground(short)
     yield found
     put_down(found.group)
+    remove_leftovers(found.runtime)  # also when the guard under test is missing
     found.tree.remove()
 
 

@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -265,3 +266,19 @@ def test_two_runs_have_two_uids(lab: Lab):
     for made in both:
         lab.over(made)
     assert len({lab.said(made) for made in both}) == 2
+
+
+def test_a_dead_broker_is_replaced_and_its_run_goes_on(lab: Lab):
+    assert lab.node is not None
+    files = programs.code(lab.site, "late.py", "import time, interlock\nprint('up', flush=True)\ntime.sleep(4)\n"
+                          "try: interlock.step(1)\nexcept interlock.errors.Unavailable as e: print(e.code)\n")
+    made = lab.launch("python3", "/code/late.py", code=files, guest=True)
+    lab.site.wait_for(lambda: "up" in lab.said(made))
+    os.kill(int(lab.node.ready["broker_pid"]), signal.SIGKILL)
+    lab.site.wait_for(lambda: any(
+        e["type"] == "incident.raised" and e["facts"].get("code") == "broker" for e in lab.site.events()))
+    assert lab.ended(made)["exit"] == 0
+    assert lab.said(made).split() == ["up", "unavailable.broker"]
+    files = programs.code(lab.site, "train.py", GUEST)
+    again = lab.launch("python3", "/code/train.py", code=files, guest=True)
+    assert lab.ended(again)["exit"] == 0, lab.said(again)
