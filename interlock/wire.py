@@ -12,7 +12,7 @@ from typing import Any
 from interlock.errors import Malformed, Refusal, Unavailable, from_json
 
 LIMIT = 16 * 1024
-SOCKET = "/run/interlock/guest.sock"
+SOCKET = "/run/interlock/broker.sock"
 SOCKET_ENV = "INTERLOCK_SOCKET"
 DEADLINE_S = 5.0
 
