@@ -21,7 +21,7 @@ from cryptography.x509.oid import NameOID
 from fastapi.testclient import TestClient
 
 from control_plane import app as joint
-from control_plane import heartbeat, joining, signing
+from control_plane import heartbeat, joining, settings, signing
 from control_plane.api.nodes import make_join_file
 from control_plane.auth import sessions
 from control_plane.init import initialise
@@ -163,13 +163,24 @@ def state() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-@pytest.fixture
-def house(state: Path) -> Iterator[House]:
-    """An empty site with a published policy; warm enough that each test takes well under a second."""
-    settings = replace(initialise(state, site="demo", people_port=27070, nodes_port=27071), extra_hosts=("testserver",))
-    parts = joint.build(settings)
-    assert joint.start(parts) == {}
+@pytest.fixture(scope="session")
+def template() -> Iterator[Path]:
+    """One initialised state with a published policy, copied by each test: making keys and tables is not its matter."""
+    folder = Path(tempfile.mkdtemp(prefix="il-"))
+    parts = joint.build(initialise(folder / "s", site="demo", people_port=27070, nodes_port=27071))
     publish(parts)
+    parts.desk.close()
+    parts.engine.dispose()
+    yield folder / "s"
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def house(state: Path, template: Path) -> Iterator[House]:
+    """An empty site with a published policy."""
+    shutil.copytree(template, state)
+    parts = joint.build(replace(settings.load(state), extra_hosts=("testserver",)))
+    assert joint.start(parts) == {}
     client = TestClient(joint.people_app(parts), raise_server_exceptions=True)
     yield House(state, parts, client)
     client.close()
