@@ -14,8 +14,21 @@ ROOT = Path(__file__).resolve().parent.parent
 CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES: list[str] = CONFIG["tool"]["importlinter"]["root_packages"]
 NOT_PRODUCT = {"tests", "docs", "deploy", "bench", "examples"}
-BANNED = {"utils", "util", "helpers", "helper", "manager", "managers", "service", "services", "base", "common",
-          "misc", "core", "shared"}
+BANNED = {
+    "utils",
+    "util",
+    "helpers",
+    "helper",
+    "manager",
+    "managers",
+    "service",
+    "services",
+    "base",
+    "common",
+    "misc",
+    "core",
+    "shared",
+}
 STDLIB = sys.stdlib_module_names
 
 
@@ -35,8 +48,13 @@ def test_every_top_level_package_is_in_the_contracts() -> None:
 
 
 def test_import_contracts_hold() -> None:
-    done = subprocess.run([str(Path(sys.executable).parent / "lint-imports"), "--no-cache"], cwd=ROOT,
-                          capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-3000:]
 
 
@@ -50,8 +68,14 @@ def test_a_planted_bad_import_is_caught(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
     state = tmp_path / "killswitch" / "state.py"
     state.write_text(state.read_text() + "\nimport sqlalchemy  # noqa\n")
-    done = subprocess.run([str(Path(sys.executable).parent / "lint-imports"), "--no-cache"], cwd=tmp_path,
-                          capture_output=True, text=True, check=False, env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"})
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"},
+    )
     assert done.returncode != 0
     assert "the kill switch works with everything else dead BROKEN" in done.stdout, done.stdout[-2000:]
 
@@ -64,7 +88,9 @@ def test_no_file_or_class_has_an_empty_name() -> None:
         if path.stem in STDLIB and path.stem not in {"__init__", "__main__"} and path.parent.name == "":
             bad.append(str(path))
         for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef) and re.search(r"(Utils?|Helpers?|Manager|Service|Base|Misc|Common)$", node.name):
+            if isinstance(node, ast.ClassDef) and re.search(
+                r"(Utils?|Helpers?|Manager|Service|Base|Misc|Common)$", node.name
+            ):
                 bad.append(f"{path.relative_to(ROOT)}:{node.name}")
     assert not bad
 
@@ -100,9 +126,10 @@ def test_public_names_have_docstrings_and_types() -> None:
         if path.name != "__init__.py" and not ast.get_docstring(tree):
             bad.append(f"{path.relative_to(ROOT)}: module")
         for node in tree.body:
-            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
-                if not ast.get_docstring(node):
-                    bad.append(f"{path.relative_to(ROOT)}:{node.name}")
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+                continue
+            if not node.name.startswith("_") and not ast.get_docstring(node):
+                bad.append(f"{path.relative_to(ROOT)}:{node.name}")
     assert not bad
 
 
@@ -122,11 +149,18 @@ def test_only_the_gate_makes_a_permit() -> None:
                 called = ast.unparse(node.func)
                 if called in {"Permit", "permit.Permit"} and relative != "interlock/permit.py":
                     makers.append(f"{relative}:{node.lineno} {called}")
-                if called.split(".")[-1] == "issue" and "permit" in (called + path.read_text()[:3000]) and relative not in {
-                    "policy/gate.py", "interlock/permit.py"
-                } and re.search(r"from interlock\.permit import .*\bissue\b", path.read_text()):
+                if (
+                    called.split(".")[-1] == "issue"
+                    and "permit" in (called + path.read_text()[:3000])
+                    and relative not in {"policy/gate.py", "interlock/permit.py"}
+                    and re.search(r"from interlock\.permit import .*\bissue\b", path.read_text())
+                ):
                     makers.append(f"{relative}:{node.lineno} {called}")
-            if isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node).endswith("_ISSUER") and relative != "interlock/permit.py":
+            if (
+                isinstance(node, ast.Name | ast.Attribute)
+                and ast.unparse(node).endswith("_ISSUER")
+                and relative != "interlock/permit.py"
+            ):
                 makers.append(f"{relative}:{node.lineno} _ISSUER")
             if isinstance(node, ast.ImportFrom) and node.module == "interlock.permit" and relative != "policy/gate.py":
                 makers += [f"{relative}: imports {a.name}" for a in node.names if a.name in {"issue", "_ISSUER"}]
@@ -134,15 +168,21 @@ def test_only_the_gate_makes_a_permit() -> None:
 
 
 def test_nothing_unpickles_or_evaluates() -> None:
+    # A run's spec goes from the root launcher DOWN to its own child through a sealed memory file, before any code
+    # of the workload exists; run init compiles its own neighbour because -I -S leaves nothing to import.
+    known = {"sandbox/enter.py": {"marshal"}, "sandbox/start.py": {"marshal"}, "sandbox/init.py": {"marshal", "exec"}}
     bad = []
     for path, tree in trees():
+        fine = known.get(str(path.relative_to(ROOT)), set())
         for node in ast.walk(tree):
             if isinstance(node, ast.Import | ast.ImportFrom):
-                names = [a.name for a in node.names] + [getattr(node, "module", "") or ""]
-                if any(n.split(".")[0] in {"pickle", "marshal", "shelve", "dill"} for n in names):
+                names = {a.name.split(".")[0] for a in node.names} | {(getattr(node, "module", "") or "").split(".")[0]}
+                if names & ({"pickle", "marshal", "shelve", "dill"} - fine):
                     bad.append(f"{path.relative_to(ROOT)}:{node.lineno}")
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in {"eval", "exec", "os.system", "os.popen"}:
-                bad.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                if called in {"eval", "exec", "os.system", "os.popen"} - fine:
+                    bad.append(f"{path.relative_to(ROOT)}:{node.lineno}")
             if isinstance(node, ast.keyword) and node.arg == "shell" and ast.unparse(node.value) == "True":
                 bad.append(f"{path.relative_to(ROOT)}:{node.value.lineno} shell=True")
     assert not bad
@@ -155,15 +195,20 @@ def test_imports_by_string_are_known() -> None:
         str(path.relative_to(ROOT))
         for path, tree in trees()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"importlib.import_module", "__import__", "import_module"}
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in {"importlib.import_module", "__import__", "import_module"}
     }
     assert found <= allowed
 
 
 def test_stand_alone_files_import_the_standard_library_only() -> None:
     """Run init, the launcher's child and the offline verifier run where nothing of ours is installed."""
-    for name, extra in {"sandbox/init.py": set(), "sandbox/enter.py": set(), "sandbox/drop.py": set(),
-                        "audit/verify.py": {"cryptography"}}.items():
+    for name, extra in {
+        "sandbox/init.py": set(),
+        "sandbox/enter.py": set(),
+        "sandbox/drop.py": set(),
+        "audit/verify.py": {"cryptography"},
+    }.items():
         tree = ast.parse((ROOT / name).read_text())
         roots = set()
         for node in ast.walk(tree):

@@ -45,8 +45,9 @@ class Site:
 
     def api(self, who: str, method: str, path: str, **body: Any) -> dict[str, Any]:
         session = self.people[who]["session"]
-        answer = httpx.request(method, self.url + path, json=body or None, headers={"authorization": f"Bearer {session}"},
-                               timeout=20)
+        answer = httpx.request(
+            method, self.url + path, json=body or None, headers={"authorization": f"Bearer {session}"}, timeout=20
+        )
         assert answer.status_code < 300, answer.text
         found = answer.json()
         assert isinstance(found, dict)
@@ -56,12 +57,16 @@ class Site:
         """Enrol through a one-time link with the code of the step before, so that the present one stays unused."""
         secret = link.partition("#")[2]
         key = public_text(Ed25519PrivateKey.generate().public_key())
-        begun = httpx.post(self.url + "/api/enrol", json={
-            "secret": secret, "name": name, "password": PASSWORD, "person_key": key}, timeout=20)
+        begun = httpx.post(
+            self.url + "/api/enrol",
+            json={"secret": secret, "name": name, "password": PASSWORD, "person_key": key},
+            timeout=20,
+        )
         assert begun.status_code == 200, begun.text
         totp = pyotp.TOTP(begun.json()["totp_secret"])
-        done = httpx.post(self.url + "/api/enrol/confirm", json={
-            "secret": secret, "code": totp.at(int(time.time()) - 30)}, timeout=20)
+        done = httpx.post(
+            self.url + "/api/enrol/confirm", json={"secret": secret, "code": totp.at(int(time.time()) - 30)}, timeout=20
+        )
         assert done.status_code == 200, done.text
         self.people[done.json()["name"]] = {"session": done.json()["session"], "totp": begun.json()["totp_secret"]}
 
@@ -71,15 +76,26 @@ class Site:
 
 
 def control(state: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([sys.executable, "-I", "-m", "control_plane", words[0], *words[1:], "--state", str(state)],
-                          text=True, capture_output=True, check=False, cwd="/")
+    done = subprocess.run(
+        [sys.executable, "-I", "-m", "control_plane", words[0], *words[1:], "--state", str(state)],
+        text=True,
+        capture_output=True,
+        check=False,
+        cwd="/",
+    )
     assert done.returncode == 0, done.stderr
     return done
 
 
 def interlock(home: Path, *words: str) -> str:
-    done = subprocess.run([str(Path(sys.executable).parent / "interlock"), *words], text=True, capture_output=True,
-                          check=False, env={**os.environ, "INTERLOCK_HOME": str(home)}, cwd=str(home))
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "interlock"), *words],
+        text=True,
+        capture_output=True,
+        check=False,
+        env={**os.environ, "INTERLOCK_HOME": str(home)},
+        cwd=str(home),
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -87,8 +103,18 @@ def interlock(home: Path, *words: str) -> str:
 def publish(site: Site, folder: Path) -> None:
     """Publish the example policy under two signers, as an administrator would."""
     bundle = folder / "bundle"
-    interlock(folder, "policy", "sign", str(ROOT / "examples" / "policy"), "--key", str(folder / "s1.key"), "--key",
-              str(folder / "s2.key"), "--out", str(bundle))
+    interlock(
+        folder,
+        "policy",
+        "sign",
+        str(ROOT / "examples" / "policy"),
+        "--key",
+        str(folder / "s1.key"),
+        "--key",
+        str(folder / "s2.key"),
+        "--out",
+        str(bundle),
+    )
     site.api("ada", "POST", "/api/policy/bundles", archive=base64.b64encode(bundle.read_bytes()).decode())
 
 
@@ -100,16 +126,24 @@ def site() -> Iterator[Site]:
     for name in ("s1", "s2"):
         interlock(folder, "policy", "keygen", name)
         control(state, "trust-signer", str(next(folder.glob(f"{name}*.pub.json"))))
-    process = subprocess.Popen([sys.executable, "-I", "-m", "control_plane", "serve", "--state", str(state)],
-                               stdout=subprocess.PIPE, text=True, cwd="/")
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-m", "control_plane", "serve", "--state", str(state)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd="/",
+    )
     assert process.stdout is not None
     try:
         assert json.loads(process.stdout.readline())["ready"] == "control_plane"
         found = Site(state, f"http://localhost:{people}", process)
         found.enrol(found.bootstrap_link(), "ada")
         publish(found, folder)
-        for name, role in (("olga", "safety_officer"), ("omar", "safety_officer"), ("cai", "on_call"),
-                           ("rosa", "researcher")):
+        for name, role in (
+            ("olga", "safety_officer"),
+            ("omar", "safety_officer"),
+            ("cai", "on_call"),
+            ("rosa", "researcher"),
+        ):
             made = found.api("ada", "POST", "/api/invitations", name=name, roles=[role], tenant="lab")
             found.enrol(made["link"])
         yield found
@@ -125,9 +159,20 @@ def chromium() -> Iterator[Browser]:
     if not Path(CHROMIUM).exists():
         pytest.skip("no chromium here: apt-get install chromium")
     with sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=CHROMIUM, headless=True, args=[
-            "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--disable-background-networking",
-            "--disable-component-update", "--disable-sync", "--no-first-run", "--disable-quic"])
+        browser = play.chromium.launch(
+            executable_path=CHROMIUM,
+            headless=True,
+            args=[
+                "--no-sandbox",
+                "--disable-dev-shm-usage",
+                "--disable-gpu",
+                "--disable-background-networking",
+                "--disable-component-update",
+                "--disable-sync",
+                "--no-first-run",
+                "--disable-quic",
+            ],
+        )
         yield browser
         browser.close()
 
@@ -137,6 +182,16 @@ def context(browser: Browser, site: Site, who: str | None, **options: Any) -> Br
     made = browser.new_context(base_url=site.url, **{"viewport": {"width": 1280, "height": 900}, **options})
     made.set_default_timeout(10_000)
     if who is not None:
-        made.add_cookies([{"name": "__Host-interlock", "value": site.people[who]["session"], "url": site.url.replace("http:", "https:"),
-                           "secure": True, "httpOnly": True, "sameSite": "Strict"}])
+        made.add_cookies(
+            [
+                {
+                    "name": "__Host-interlock",
+                    "value": site.people[who]["session"],
+                    "url": site.url.replace("http:", "https:"),
+                    "secure": True,
+                    "httpOnly": True,
+                    "sameSite": "Strict",
+                }
+            ]
+        )
     return made

@@ -9,8 +9,29 @@ import pytest
 from control_plane.console.language import catalogue, choose, translate
 
 CONSOLE = Path(__file__).resolve().parents[2] / "control_plane" / "console"
-SHOWN_STATES = ("confirmed", "not_confirmed", "unreachable", "pending", "placed", "admitted", "live", "ended", "stopped",
-                "refused", "lost", "open", "used", "expired", "none", "high", "critical", "launch", "resume", "allow", "deny")
+SHOWN_STATES = (
+    "confirmed",
+    "not_confirmed",
+    "unreachable",
+    "pending",
+    "placed",
+    "admitted",
+    "live",
+    "ended",
+    "stopped",
+    "refused",
+    "lost",
+    "open",
+    "used",
+    "expired",
+    "none",
+    "high",
+    "critical",
+    "launch",
+    "resume",
+    "allow",
+    "deny",
+)
 
 
 def messages() -> set[str]:
@@ -36,10 +57,16 @@ def test_no_bare_text_in_templates() -> None:
     assert not bare
 
 
-@pytest.mark.parametrize(("asked", "cookie", "accept", "want"), [
-    (None, None, "zh-CN,zh;q=0.9,en;q=0.5", "zh"), (None, None, "de-DE", "en"), ("en", "zh", "zh", "en"),
-    (None, "zh", "en", "zh"), ("xx", None, "", "en"),
-])
+@pytest.mark.parametrize(
+    ("asked", "cookie", "accept", "want"),
+    [
+        (None, None, "zh-CN,zh;q=0.9,en;q=0.5", "zh"),
+        (None, None, "de-DE", "en"),
+        ("en", "zh", "zh", "en"),
+        (None, "zh", "en", "zh"),
+        ("xx", None, "", "en"),
+    ],
+)
 def test_language_choice(asked: str | None, cookie: str | None, accept: str, want: str) -> None:
     assert choose(asked, cookie, accept) == want
 

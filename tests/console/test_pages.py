@@ -41,29 +41,43 @@ def stopped(site: Site) -> dict[str, Any]:
     plan = {"argv": ["true"], "tier": "critical", "tenant": "lab"}
     session = site.people["rosa"]
     code = pyotp.TOTP(session["totp"]).now()
-    probe = httpx.post(site.url + "/api/runs", json={"plan": plan}, headers={"authorization": f"Bearer {session['session']}"})
+    probe = httpx.post(
+        site.url + "/api/runs", json={"plan": plan}, headers={"authorization": f"Bearer {session['session']}"}
+    )
     bound = probe.json()["error"]["details"].get("bound", "")
     made: dict[str, Any] = {"first": probe.json()["error"]}
     if probe.json()["error"]["code"].startswith("step_up"):
         proof = site.api("rosa", "POST", "/api/step-up", code=code, action="launch", bound=bound)
-        probe = httpx.post(site.url + "/api/runs", json={"plan": plan, "step_up": proof["step_up"]},
-                           headers={"authorization": f"Bearer {session['session']}"})
+        probe = httpx.post(
+            site.url + "/api/runs",
+            json={"plan": plan, "step_up": proof["step_up"]},
+            headers={"authorization": f"Bearer {session['session']}"},
+        )
         made["second"] = probe.json()["error"]
-    made["stop"] = site.api("cai", "POST", "/api/stop", scope="run:run_00", reason="drill <img src=x onerror=window.pwn=1>")
+    made["stop"] = site.api(
+        "cai", "POST", "/api/stop", scope="run:run_00", reason="drill <img src=x onerror=window.pwn=1>"
+    )
     time.sleep(1.5)
     return made
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(("locale", "word"), [("en-US", "Status"), ("zh-CN", "状态")])
-def test_every_page_is_clean(site: Site, chromium: Browser, stopped: dict[str, Any], scheme: Any, locale: str, word: str,
-                             ) -> None:
+def test_every_page_is_clean(
+    site: Site,
+    chromium: Browser,
+    stopped: dict[str, Any],
+    scheme: Any,
+    locale: str,
+    word: str,
+) -> None:
     made = context(chromium, site, "olga", locale=locale, color_scheme=scheme)
     page = made.new_page()
     with watched(page) as seen:
         for path in [*PAGES, f"/kill/{stopped['stop']['order']}"]:
             answer = page.goto(path)
-            assert answer is not None and answer.status == 200, path
+            assert answer is not None
+            assert answer.status == 200, path
             assert page.locator("main h1").count() == 1
             assert violations(page) == [], (path, scheme)
         page.goto("/")
@@ -125,8 +139,12 @@ def test_a_researcher_is_not_offered_to_stop_everything(site: Site, chromium: Br
     page.goto("/kill")
     assert page.locator("option[value=everything]").count() == 0
     token = page.locator("section#stop input[name=csrf]").get_attribute("value")
-    answer = page.request.post("/stop", form={"csrf": token or "", "scope": "everything", "reason": ""},
-                               headers={"origin": site.url, "sec-fetch-site": "same-origin"}, max_redirects=0)
+    answer = page.request.post(
+        "/stop",
+        form={"csrf": token or "", "scope": "everything", "reason": ""},
+        headers={"origin": site.url, "sec-fetch-site": "same-origin"},
+        max_redirects=0,
+    )
     assert answer.status == 403
     made.close()
 
@@ -146,8 +164,12 @@ def test_refuses_when_a_form_comes_from_elsewhere(site: Site, chromium: Browser)
         answer = page.request.post("/stop", form=form, headers=headers, max_redirects=0)
         assert answer.status == 401, form
     assert len(site.api("cai", "GET", "/api/stops")["stops"]) == before
-    good = page.request.post("/stop", form={**fields, "csrf": token, "reason": "control"},
-                             headers={"origin": site.url, "sec-fetch-site": "same-origin"}, max_redirects=0)
+    good = page.request.post(
+        "/stop",
+        form={**fields, "csrf": token, "reason": "control"},
+        headers={"origin": site.url, "sec-fetch-site": "same-origin"},
+        max_redirects=0,
+    )
     assert good.status == 303
     made.close()
 
