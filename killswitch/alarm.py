@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,15 @@ def command(words: str | None, settings: Path) -> list[str]:
 
 
 def call_out(argv: list[str], facts: dict[str, Any]) -> None:
-    """Run the hook in a thread of its own; returns at once."""
-    print(json.dumps({"alarm": "not_confirmed", **facts}), file=sys.stderr, flush=True)  # noqa: T201
-    if argv:
+    """Say it on stderr and run the hook, in a thread of its own: a full pipe must not hold up a stop."""
+    with suppress(RuntimeError):  # no thread to be had: the receipt still says it
         threading.Thread(target=_run, args=(argv, facts), daemon=True, name="alarm").start()
 
 
 def _run(argv: list[str], facts: dict[str, Any]) -> None:
+    print(json.dumps({"alarm": "not_confirmed", **facts}), file=sys.stderr, flush=True)  # noqa: T201
+    if not argv:
+        return
     try:
         subprocess.run(
             argv, input=json.dumps(facts).encode(), timeout=LIMIT_S, check=False, cwd="/",

@@ -1,12 +1,14 @@
 """The supervisor's socket: SOCK_SEQPACKET, root only, one JSON request, one JSON reply (0001-seams §3)."""
 
 import array
+import errno
 import json
 import os
 import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -71,8 +73,11 @@ def serve(sup: Supervisor, door: socket.socket) -> None:
     while True:
         try:
             connection, _ = door.accept()
-        except OSError:
-            return
+        except OSError as error:
+            if error.errno in (errno.EBADF, errno.EINVAL):
+                return
+            time.sleep(0.05)  # out of descriptors, or an aborted connection: the door stays open
+            continue
         slots.acquire()
         try:
             threading.Thread(target=_one, args=(sup, connection, slots), daemon=True, name="door").start()

@@ -10,6 +10,7 @@ import json
 import ssl
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -106,12 +107,19 @@ class Link:
         connection = Connection(self._folder, _BEAT_TIMEOUT_S)
         while True:
             self._sup.wake.clear()
-            connected = (self._folder / "link.json").exists() and self._beat(connection)
+            connected = (self._folder / "link.json").exists() and self._safely(self._beat, connection)
             # What wakes us early is worth a question only while somebody answers.
             if connected:
                 self._sup.wake.wait(self._interval_s())
             else:
                 time.sleep(min(AGAIN_S, self._interval_s()))
+
+    def _safely(self, ask: Callable[[Connection], bool], connection: Connection) -> bool:
+        """Keep the thread alive whatever an answer does to us; what is not renewed ends by its lease."""
+        try:
+            return ask(connection)
+        except Exception as error:
+            return self._note(False, f"error.{type(error).__name__}")
 
     def _beat(self, connection: Connection) -> bool:
         body = beats(self._sup)
@@ -142,7 +150,7 @@ class Link:
     def _poll_on(self) -> None:
         connection = Connection(self._folder, _POLL_S + 10.0)
         while True:
-            if not (self._folder / "link.json").exists() or not self._poll(connection):
+            if not (self._folder / "link.json").exists() or not self._safely(self._poll, connection):
                 time.sleep(AGAIN_S)
 
     def _poll(self, connection: Connection) -> bool:

@@ -5,6 +5,7 @@ take effect now. What is on the books and what lies in the tree are both looked 
 removal of every group, as always.
 """
 
+import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,8 +36,10 @@ def stop(state: Path, run: str | None, limit_ms: int = LIMIT_MS) -> dict[str, An
     """Latch and kill without the supervisor; return what `stop --json` prints.
 
     `run` None means everything of this host. Raises Unavailable (``unavailable.state``) when there is no
-    supervisor state, or it is not ours to write.
+    supervisor state, or (``unavailable.root``) without root.
     """
+    if os.geteuid() != 0:
+        raise Unavailable("to stop without the supervisor needs root", code="root", next_step="repeat this as root")
     folder = state / "supervisor"
     started = boottime_ms()
     try:

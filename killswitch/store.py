@@ -21,7 +21,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from interlock.canon import canonical, parse
-from interlock.errors import Conflict, Malformed, Refusal, Unavailable
+from interlock.errors import Conflict, Malformed, Refusal, Unavailable, Untrusted
 from interlock.keyfile import read_ed25519, write_ed25519
 from interlock.order import Labels, ResumeOrder, StopOrder
 from killswitch.latchbook import LatchBook, Latched, sync_folder, write_durable
@@ -77,6 +77,9 @@ class Store:
         self.runs = folder / "runs"
         self.latch = folder / "latch"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.geteuid():
+            raise Untrusted(f"{folder} belongs to somebody else", code="state", next_step="name the right --state")
+        os.chmod(folder, 0o700)
         self._lock = _lock(folder / "lock")
         for path in (self.runs, self.latch):
             path.mkdir(mode=0o700, exist_ok=True)

@@ -74,15 +74,19 @@ def run(state: Path, runtime: Path, on_unconfirmed: str | None) -> int:
 
 
 def _on_signals() -> int:
-    """Return the reading end of a pipe that becomes readable when the program shall end."""
+    """Return the reading end of a pipe that becomes readable when the program shall end.
+
+    The interpreter's own C handler writes to it: the kernel may give a signal to any thread, and a handler in
+    Python runs only once the main thread, which waits, happens to wake up.
+    """
+
+    def nothing(_signal: int, _frame: FrameType | None) -> None:
+        return
+
     reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-
-    def wake(_signal: int, _frame: FrameType | None) -> None:
-        with suppress(OSError):
-            os.write(writing, b"x")
-
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, wake)
+        signal.signal(number, nothing)
     return reading
 
 

@@ -63,6 +63,7 @@ def test_an_absent_control_plane_is_bridged_to_its_limit_and_not_for_critical(li
     assert none.alive()
     wait_for(lambda: not none.alive(), 5)
     assert 2.0 < time.monotonic() - begin <= 3.0 + 2
+    wait_for(lambda: {host.row("run_1")["state"], host.row("run_2")["state"]} == {"gone"})
     assert (host.row("run_1")["why"], host.row("run_2")["why"]) == ("lease", "lease")
     assert host.ask("status")["link"]["connected"] is False
 
