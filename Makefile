@@ -3,7 +3,7 @@ SHELL := /bin/bash
 PY := .venv/bin/python
 STAMP := .venv/.setup-stamp
 
-.PHONY: demo test fast check bench setup debian clean
+.PHONY: demo test fast check mutations bench setup debian clean
 .DEFAULT_GOAL := check
 
 setup: $(STAMP)
@@ -28,6 +28,9 @@ check: setup
 	@.venv/bin/mypy
 	@.venv/bin/lint-imports --no-cache
 	@$(PY) -m pytest tests/test_architecture.py
+
+mutations: setup
+	@INTERLOCK_ALL_MUTATIONS=1 $(PY) -m pytest -m mutation -n 2 tests/mutations
 
 bench: setup
 	@test -n "$(NAME)" || { echo "usage: make bench NAME=<file in bench/>"; exit 2; }

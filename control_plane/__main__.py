@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from control_plane import init, schema, serve, settings, signing
+from control_plane import init, serve, settings, signing
 from control_plane.api.nodes import make_join_file
 from control_plane.auth import links
 from control_plane.certificates import Authority, node_id
@@ -15,6 +15,7 @@ from control_plane.order_log import OrderLog
 from control_plane.settings import Places, Settings
 from control_plane.store.db import open_engine
 from control_plane.store.records import open_ledger
+from control_plane.store.versions import upgrade
 from interlock import origin
 from interlock.errors import Malformed, Refusal, Unavailable
 from interlock.event import Event, EventType
@@ -71,7 +72,7 @@ def do_migrate(_words: argparse.Namespace, state: Path) -> None:
     with serve.alone(found.places):
         engine = open_engine(found.database_url)
         try:
-            schema.upgrade(engine)
+            upgrade(engine)
         finally:
             engine.dispose()
     print(json.dumps({"migrated": True}))

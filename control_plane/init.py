@@ -13,11 +13,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from audit.treehead import note_key
-from control_plane import schema
 from control_plane.certificates import Authority, key_pem, make_ca, node_id
 from control_plane.order_log import OrderLog
 from control_plane.settings import PRODUCTION_COOLDOWN_MS, SITES, Places, Settings, load, refuse_unsafe
 from control_plane.store.db import open_engine
+from control_plane.store.versions import upgrade
 from interlock.errors import Conflict, Malformed, Unavailable
 from interlock.keyfile import write_ed25519, write_private
 
@@ -89,7 +89,7 @@ def _make(places: Places, wanted: Settings) -> None:
         os.umask(before)
     engine = open_engine(wanted.database_url)
     try:
-        schema.upgrade(engine)
+        upgrade(engine)
     finally:
         engine.dispose()
     _pins(places, public)

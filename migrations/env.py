@@ -1,4 +1,4 @@
-"""What alembic runs for one upgrade or downgrade; `migrations.run` hands the connection in."""
+"""What alembic runs for one upgrade or downgrade; `control_plane/store/versions.py` hands the connection in."""
 
 from alembic import context
 

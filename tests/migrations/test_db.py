@@ -13,8 +13,8 @@ from sqlalchemy import Engine, text
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from control_plane.store import db
+from control_plane.store import versions as run
 from interlock.errors import Unavailable, Untrusted, Usage
-from migrations import run
 
 
 def test_sqlite_is_private_durable_and_checks_foreign_keys(tmp_path: Path) -> None:

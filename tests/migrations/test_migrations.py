@@ -10,10 +10,10 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Engine, inspect, text
 
+from control_plane.store import versions as run
 from control_plane.store.db import open_engine, reading, writing
 from control_plane.store.tables import metadata
 from interlock.errors import Conflict
-from migrations import run
 
 
 def _differences(engine: Engine) -> list[object]:
@@ -85,7 +85,7 @@ def test_a_stranger_in_the_current_directory_is_not_imported(tmp_path: Path) -> 
         (tmp_path / f"{name}.py").write_text("raise SystemExit('stranger imported')\n")
     open_engine(f"sqlite:///{tmp_path / 'c.db'}").dispose()
     code = (
-        "import sys; from control_plane.store.db import open_engine; from migrations import run;"
+        "import sys; from control_plane.store.db import open_engine; from control_plane.store import versions as run;"
         f"e = open_engine('sqlite:///{tmp_path / 'c.db'}'); run.upgrade(e); print(run.current(e));"
         "assert '' not in sys.path and '.' not in sys.path"
     )

@@ -13,8 +13,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-COPIED = ["interlock", "policy", "kms", "audit", "sandbox", "killswitch", "runners", "control_plane", "migrations",
-          "tests", "examples", "pyproject.toml", "README.md", "docs", "Makefile", "requirements.lock", "deploy"]
+COPIED = [
+    "interlock",
+    "policy",
+    "kms",
+    "audit",
+    "sandbox",
+    "killswitch",
+    "runners",
+    "control_plane",
+    "migrations",
+    "tests",
+    "examples",
+    "pyproject.toml",
+    "README.md",
+    "docs",
+    "Makefile",
+    "requirements.lock",
+    "deploy",
+]
 
 
 @dataclass(frozen=True)
@@ -75,6 +92,12 @@ def outcome(target: Path, python: Path, test: str) -> subprocess.CompletedProces
     """Run one test in the copy."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PYTHON"))}
     return subprocess.run(
-        [str(python), "-B", "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:xdist", test], cwd=target, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, timeout=150, env=clean,
+        [str(python), "-B", "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:xdist", test],
+        cwd=target,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+        timeout=150,
+        env=clean,
     )

@@ -31,7 +31,7 @@ from control_plane.auth.site import Site
 from control_plane.store import tables
 from control_plane.store.db import open_engine, writing
 from interlock.signed import RESUME_APPROVAL, key_id, public_text, sign
-from migrations import run
+from control_plane.store import versions as run
 from policy import bundle
 from policy.decide import decide
 from policy.gate import Gate

@@ -1,7 +1,7 @@
 """Move a database to a version of its tables, as one transaction: all of it or nothing.
 
 There is no alembic.ini: its template puts the current directory first on sys.path. The scripts' place is
-absolute, beside this file. From a shell: ``python -I -m control_plane migrate``.
+absolute; alembic loads them as files, so nothing here imports the layer above. From a shell: ``python -I -m control_plane migrate``.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from sqlalchemy import Connection, Engine
 from control_plane.store.db import reading, writing
 from interlock.errors import Conflict
 
-_FOLDER = Path(__file__).resolve().parent
+_FOLDER = Path(__file__).resolve().parents[2] / "migrations"
 
 
 def _config(connection: Connection | None = None) -> Config:
