@@ -264,8 +264,7 @@ def entry(cast: Cast, attempt: int) -> dict[str, Any]:
     for run in status["runs"]:
         if run["run"] == cast.run and int(run["attempt"]) == attempt:
             return {**run, "now_ms": status["now_ms"]}
-    return {"run": cast.run, "attempt": attempt, "state": "gone", "why": "lease", "deadline_ms": 0,
-            "now_ms": status["now_ms"]}
+    raise StepFailed(f"the supervisor does not know {cast.run} attempt {attempt}: {brief(status)}")
 
 
 def evidence(cast: Cast) -> str:
