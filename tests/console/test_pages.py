@@ -89,6 +89,18 @@ def test_every_page_is_clean(
     made.close()
 
 
+@pytest.mark.parametrize("path", PAGES)
+def test_nothing_is_cut_off_on_a_phone(site: Site, chromium: Browser, stopped: dict[str, Any], path: str) -> None:
+    made = context(chromium, site, "cai", viewport={"width": 320, "height": 700})
+    page = made.new_page()
+    page.goto(path)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 320
+    box = page.locator("a.stop").bounding_box()
+    assert box is not None
+    assert box["x"] + box["width"] <= 320
+    made.close()
+
+
 def test_sign_in_with_both_factors_and_out(site: Site, chromium: Browser) -> None:
     made = context(chromium, site, None)
     page = made.new_page()
