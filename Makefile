@@ -8,7 +8,7 @@ STAMP := .venv/.setup-stamp
 
 setup: $(STAMP)
 
-$(STAMP): requirements.lock pyproject.toml interlock/pyproject.toml deploy/setup/debian.sh
+$(STAMP): requirements.lock pyproject.toml interlock/pyproject.toml deploy/setup/debian.sh deploy/setup/environment.sh
 	@echo "== set-up (once): system packages, then .venv =="
 	@bash deploy/setup/debian.sh
 	@bash deploy/setup/environment.sh

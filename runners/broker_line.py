@@ -17,11 +17,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import interlock
+import sandbox
 from interlock.errors import Malformed, Unavailable, from_json
 from interlock.order import LaunchOrder
 from interlock.permit import Permit
 from runners.folders import Folders
+from sandbox.reach import reach
 
 USER = "interlock-broker"
 ANSWER_S = 15.0
@@ -162,11 +163,10 @@ def _spawn(
     for folder in (spool.parent, spool):
         os.chown(folder, uid, gid)
         folder.chmod(0o700)
-    source = Path(str(interlock.__file__)).resolve().parent.parent
-    reach = [sys.prefix, sys.base_prefix, str(source), str(found.shared), str(found.runtime)]
-    argv = [sys.executable, "-I", "-S", str(source / "sandbox" / "drop.py"), "--uid", str(uid), "--gid", str(gid)]
-    for path in dict.fromkeys(reach):
-        argv += ["--reach", path]
+    drop = Path(str(sandbox.__file__)).resolve().parent / "drop.py"
+    argv = [sys.executable, "-I", "-S", str(drop), "--uid", str(uid), "--gid", str(gid)]
+    for path in [*reach(), found.shared, found.runtime]:
+        argv += ["--reach", str(path)]
     argv += ["--write", str(spool.parent), "--", sys.executable, "-I", "-m", "runners", "broker"]
     argv += ["--state", str(found.state), "--runtime", str(found.runtime), "--node", node]
     argv += ["--control", str(control), "--key", str(key)]

@@ -84,6 +84,7 @@ def make_reachable(reach: list[str], write: list[str], uid: int, gid: int) -> li
     """Cover each barrier and bind the named paths back in; needs root. Returns the covered folders."""
     _checked(_libc.unshare(_NEWNS), "unshare mounts")
     _mount("none", "/", "", _REC | _SLAVE)
+    os.umask(0o022)  # the folders made here lie in the covers alone, and the user has to pass them
     wanted = {**dict.fromkeys(reach, False), **dict.fromkeys(write, True)}
     rows = [(path, barrier(path, uid, gid), writable) for path, writable in sorted(wanted.items())]
     # All are opened before the first cover: after it they could not be found any more.
@@ -95,6 +96,9 @@ def make_reachable(reach: list[str], write: list[str], uid: int, gid: int) -> li
         _mount("tmpfs", wall, "tmpfs", _NOSUID | _NODEV, "mode=0755,size=1m")
     for path, wall, writable in rows:
         if wall:
+            found = os.fstat(opened[path])
+            if stat.S_ISDIR(found.st_mode) and not passes(found, uid, gid):
+                raise _DropError(f"{path} is closed to uid {uid}")
             _bind(opened[path], path, writable)
             os.close(opened[path])
     return covered
@@ -146,7 +150,7 @@ def main() -> NoReturn:
     except (_DropError, OSError, ValueError) as error:
         body = {
             "code": "layer_missing.drop", "message": f"the program was not started: {error}",
-            "next_step": "start as root, and name every path that the program needs", "details": {},
+            "next_step": "start as root; name every path that the program needs; open code with: chmod -R go+rX PATH", "details": {},
         }
         os.write(2, json.dumps({"error": body}).encode() + b"\n")
         os._exit(70)

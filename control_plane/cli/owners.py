@@ -7,14 +7,13 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from control_plane.cli.programs import Places
 from interlock.errors import Conflict, LayerMissing, Unavailable
+from sandbox.reach import package_folders, reach
 
 CONTROL_USER, BROKER_USER = "interlock", "interlock-broker"
-_PACKAGES = ("interlock", "policy", "audit", "kms", "sandbox", "killswitch", "runners", "control_plane", "migrations")
 
 
 @dataclass(frozen=True)
@@ -89,26 +88,6 @@ def lay_folders(places: Places, control: Owner | None, broker: Owner | None) -> 
         make_folder(places.state / "shared", 0o755, root)
         make_folder(places.state / "supervisor", 0o700, root)
         make_folder(places.state / "broker", 0o700, broker)
-
-
-def package_folders() -> list[Path]:
-    """Return the folders of our packages, wherever they are installed."""
-    found = []
-    for name in _PACKAGES:
-        spec = find_spec(name)
-        if spec is None or not spec.submodule_search_locations:
-            raise Unavailable(f"the package {name} is not installed", code="package", next_step="run make setup")
-        found.append(Path(next(iter(spec.submodule_search_locations))).resolve())
-    return found
-
-
-def reach() -> list[Path]:
-    """Return what one of our programs must be able to read: interpreter, environment, packages."""
-    found: list[Path] = []
-    for path in sorted({Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve(), *package_folders()}):
-        if not any(path.is_relative_to(above) for above in found):
-            found.append(path)
-    return found
 
 
 def dropped(argv: list[str], who: Owner | None, writes: list[Path], reads: list[Path] | None = None) -> list[str]:

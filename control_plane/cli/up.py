@@ -83,8 +83,23 @@ class Rise:
                 programs.ask(self.control_command("init", "--site", self.site["site"], *ports), what="init")
             self.made.append("keys and database")
         for signer in self.signers:
-            with self._do(f"pins the bundle signer {signer.name}"):
-                programs.ask(self.control_command("trust-signer", str(signer), reads=[signer]), what="trust-signer")
+            with self._do(f"pins the bundle signer {signer.name}"), self._readable(signer) as file:
+                programs.ask(self.control_command("trust-signer", str(file), reads=[file]), what="trust-signer")
+
+    @contextmanager
+    def _readable(self, file: Path) -> Iterator[Path]:
+        """Yield a copy of a public key that the control plane's user can read, whatever the mode of `file`."""
+        if self.control is None:
+            yield file
+            return
+        copy = self.places.runtime / "signer.json"
+        copy.unlink(missing_ok=True)
+        write_private(copy, _bytes_of(file))
+        try:
+            copy.chmod(0o644)
+            yield copy
+        finally:
+            copy.unlink()
 
     def _initialised(self) -> bool:
         return (self.places.state / "control" / "init.done").exists()
@@ -244,6 +259,13 @@ def _file(path: Path) -> Path:
     if not path.is_file():
         raise Usage(f"{path} is not a file", code="file")
     return path.resolve()
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise Usage(f"cannot read {path}: {error.strerror}", code="file") from None
 
 
 def _folder(path: Path) -> Path:

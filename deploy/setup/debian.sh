@@ -9,7 +9,8 @@ need chromium chromium
 need python3 python3
 [ -x /usr/lib/postgresql/15/bin/initdb ] || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || missing+=(postgresql)
 python3 -c 'import venv, ensurepip' >/dev/null 2>&1 || missing+=(python3-venv)
-fc-list 2>/dev/null | grep -qi 'CJK' || missing+=(fonts-noto-cjk)
+fonts="$(fc-list 2>/dev/null || true)"
+[[ "${fonts^^}" == *CJK* ]] || missing+=(fonts-noto-cjk)
 [ "${#missing[@]}" -eq 0 ] && exit 0
 if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null 2>&1; then
     echo "installing Debian packages: ${missing[*]}"

@@ -16,6 +16,7 @@ from control_plane.cli import doctor, owners, up
 from control_plane.cli.owners import Owner
 from control_plane.cli.programs import Places
 from interlock.errors import Conflict, Malformed, NotFound
+from sandbox.reach import package_folders, reach
 
 NOT_ROOT = os.geteuid() != 0
 
@@ -86,9 +87,16 @@ def test_root_is_given_up_through_one_program() -> None:
 
 
 def test_each_program_can_reach_its_packages() -> None:
-    found = owners.reach()
-    for package in [*owners.package_folders(), Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve()]:
+    found = reach()
+    for package in [*package_folders(), Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve()]:
         assert any(package.is_relative_to(p) for p in found)
+
+
+def test_a_closed_checkout_is_reached_package_by_package() -> None:
+    """The checkout itself may be 0700: a bind of it would stay closed to the programs that gave up root."""
+    checkout = Path(str(up.__file__)).resolve().parents[2]
+    assert checkout not in reach()
+    assert checkout / "policy" in reach()
 
 
 def test_refuses_when_a_system_user_would_be_root(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,30 @@ def test_a_closed_tree_becomes_reachable_and_nothing_else(closed: Path) -> None:
 
 
 @pytest.mark.root
+def test_a_closed_umask_of_the_caller_closes_nothing(closed: Path) -> None:
+    """The folders that are made on the way to a named path have to be passable whatever umask root has."""
+    (closed / "deep/er").mkdir(parents=True, mode=0o755)
+    (closed / "deep/er/file").write_text("deep")
+    words = ["--reach", PREFIX, str(closed / "deep/er"), "--", python(), "-I", "-S", "-c", SHOW,
+             str(closed / "deep/er/file")]
+    done = subprocess.run([*interpreter(), str(DROP), "--uid", str(UID), "--gid", str(UID), *words],
+                          capture_output=True, text=True, check=False, umask=0o077)
+    assert json.loads(done.stdout)[str(closed / "deep/er/file")] == "deep", done.stderr
+
+
+@pytest.mark.root
+def test_refuses_when_a_named_folder_is_itself_closed(closed: Path) -> None:
+    words = ["--reach", PREFIX, str(closed / "code")]
+    assert run(words, "/usr/bin/true").returncode == 0
+    (closed / "code").chmod(0o700)
+    done = run(words, "/usr/bin/true")
+    error = json.loads(done.stderr)["error"]
+    assert (done.returncode, error["code"]) == (70, "layer_missing.drop")
+    assert str(closed / "code") in error["message"]
+    assert "chmod" in error["next_step"]
+
+
+@pytest.mark.root
 def test_reach_is_read_only_and_write_is_not(closed: Path) -> None:
     os.chown(closed / "code", UID, UID)
     code = (
