@@ -150,7 +150,8 @@ def main() -> NoReturn:
     except (_DropError, OSError, ValueError) as error:
         body = {
             "code": "layer_missing.drop", "message": f"the program was not started: {error}",
-            "next_step": "start as root; name every path that the program needs; open code with: chmod -R go+rX PATH", "details": {},
+            "next_step": "start as root; name every path that the program needs; open code with: chmod -R go+rX PATH",
+            "details": {},
         }
         os.write(2, json.dumps({"error": body}).encode() + b"\n")
         os._exit(70)
