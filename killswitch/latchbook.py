@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from interlock.canon import canonical, parse
+from interlock.durable import sync_folder, write_over
 from interlock.errors import Malformed, Refusal
 from interlock.order import Mode, ResumeOrder, Scope, ScopeKind, StopOrder
 from interlock.signed import Signed
@@ -45,39 +46,15 @@ class Latched:
         }
 
 
-def sync_folder(path: Path) -> None:
-    """fsync a folder, so that names in it survive; raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def write_durable(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Replace `path` atomically and fsync file and folder; raises OSError and then leaves the old file."""
-    draft = path.with_name(f".{path.name}.new")
-    try:
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
-        with os.fdopen(fd, "wb") as out:
-            os.fchmod(out.fileno(), mode)
-            out.write(data)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(draft, path)
-    except OSError:
-        with suppress(OSError):
-            draft.unlink()
-        raise
-    sync_folder(path.parent)
-
-
 class LatchBook:
     """The folder of latched orders. One writer: the supervisor that holds the lock of the state."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not self.identity():
+            with suppress(OSError):  # without it nothing counts as complete, so nothing is admitted
+                write_over(folder / "born", b"")
         self.refill()
 
     def refill(self) -> int:
@@ -86,7 +63,7 @@ class LatchBook:
             path = self.folder / f"spare-{number:02}"
             if not path.exists():
                 try:
-                    write_durable(path, bytes(SPARE_BYTES))
+                    write_over(path, bytes(SPARE_BYTES))
                 except OSError:
                     break
         return len(self._spares())
@@ -97,7 +74,7 @@ class LatchBook:
         data = canonical(latched.as_json())
         spares = self._spares()
         if not spares:
-            write_durable(target, data)
+            write_over(target, data)
             return
         self._fill(spares[0], data)
         os.rename(spares[0], target)
@@ -106,7 +83,7 @@ class LatchBook:
 
     def latch_resume(self, latched: Latched) -> None:
         """Make a resume durable. Raises OSError; then nothing is lifted."""
-        write_durable(self.folder / f"{_file_name(latched.order.id)}.resume", canonical(latched.as_json()))
+        write_over(self.folder / f"{_file_name(latched.order.id)}.resume", canonical(latched.as_json()))
 
     def stops(self, node: str) -> Iterator[Latched]:
         """Yield every stop ever latched; one that cannot be read covers the whole of `node`."""
@@ -122,9 +99,16 @@ class LatchBook:
             with suppress(OSError, Refusal, KeyError, TypeError, ValueError):
                 yield _read(path, ResumeOrder)
 
-    def identity(self) -> int:
-        """Return the inode of the folder: a copy brought back from a backup has another one."""
-        return self.folder.stat().st_ino
+    def identity(self) -> str:
+        """Return what no other folder has, a copy brought back from a backup included; empty when unknown.
+
+        An inode number is used again after a deletion, its time of change is not.
+        """
+        try:
+            born = (self.folder / "born").stat()
+        except OSError:
+            return ""
+        return f"{born.st_ino}.{born.st_ctime_ns}"
 
     def _spares(self) -> list[Path]:
         return sorted(self.folder.glob("spare-*"))

@@ -6,7 +6,7 @@
     latch/          the operator's file latch
     complete        written after a SNAPSHOT answered our nonce; without it nothing is admitted (G16)
 
-Leases and deadlines are never written here, so none can be read back (G15). `complete` names the inode of
+Leases and deadlines are never written here, so none can be read back (G15). `complete` names the birth of
 `orders/`: a folder that was wiped or brought back from a backup is not complete.
 """
 
@@ -21,10 +21,11 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from interlock.canon import canonical, parse
+from interlock.durable import sync_folder, write_over
 from interlock.errors import Conflict, Malformed, Refusal, Unavailable, Untrusted
 from interlock.keyfile import read_ed25519, write_ed25519
 from interlock.order import Labels, ResumeOrder, StopOrder
-from killswitch.latchbook import LatchBook, Latched, sync_folder, write_durable
+from killswitch.latchbook import LatchBook, Latched
 from killswitch.state import StopState
 
 
@@ -118,10 +119,10 @@ class Store:
     def _complete(self) -> dict[str, Any] | None:
         try:
             value = parse((self.folder / "complete").read_bytes())
-            cleared, epoch, inode = value["cleared"], value["epoch"], value["orders"]
+            cleared, epoch, orders = value["cleared"], value["epoch"], value["orders"]
         except (OSError, Refusal, KeyError, TypeError):
             return None
-        if inode != self.book.identity() or not isinstance(epoch, int) or not isinstance(cleared, list):
+        if not orders or orders != self.book.identity() or not isinstance(epoch, int) or not isinstance(cleared, list):
             return None
         return {"cleared": [str(c) for c in cleared], "epoch": epoch}
 
@@ -133,7 +134,7 @@ class Store:
     def set_complete(self, cleared: Iterable[str], epoch: int) -> None:
         """Note that a snapshot answered our nonce; raises OSError."""
         body = {"cleared": sorted(cleared), "epoch": epoch, "orders": self.book.identity()}
-        write_durable(self.folder / "complete", canonical(body))
+        write_over(self.folder / "complete", canonical(body))
 
     def forget_complete(self) -> None:
         """Admit nothing until the next snapshot: for a stop that could not be made durable."""
@@ -167,13 +168,13 @@ class Store:
 
     def update(self, entry: Entry) -> None:
         """Rewrite an open attempt (its groups are known now); raises OSError."""
-        write_durable(self.runs / f"{entry.name}.json", canonical(entry.as_json()))
+        write_over(self.runs / f"{entry.name}.json", canonical(entry.as_json()))
 
     def close_entry(self, entry: Entry, why: str) -> Entry:
         """Close an attempt on the books (best effort on a full disk: the sweep at start closes it then)."""
         closed = replace(entry, closed=why)
         with suppress(OSError):
-            write_durable(self.runs / f"{entry.name}.json", canonical(closed.as_json()))
+            write_over(self.runs / f"{entry.name}.json", canonical(closed.as_json()))
         return closed
 
     def was_removed(self, name: str) -> bool:
@@ -190,7 +191,7 @@ class Store:
 
     def write(self, name: str, data: bytes) -> None:
         """Replace a small file of the folder durably; raises OSError."""
-        write_durable(self.folder / name, data)
+        write_over(self.folder / name, data)
 
 
 def removed_note(folder: Path, name: str) -> Path:
