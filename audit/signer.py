@@ -4,7 +4,6 @@ The memory is a file beside the key, outside the database: a restored or exchang
 a second head for a history that another head denies. It is written before the signature is given away.
 """
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from audit.merkle import verify_consistency
 from audit.treehead import TreeHead, note_key, open_head, sign_note
+from interlock.durable import write_over
 from interlock.errors import Conflict, Refusal, Unavailable, Untrusted
 
 MANIFEST = "interlock/export/v1"
@@ -75,19 +75,8 @@ class HeadSigner:
         return sign_note(f"{MANIFEST}\n{self.origin}\n{digest}\n", self.origin, self._key)
 
     def _remember(self, note: bytes) -> None:
-        fresh = self._memory.with_name(self._memory.name + ".new")
         try:
-            fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            with os.fdopen(fd, "wb") as out:
-                out.write(note)
-                out.flush()
-                os.fsync(out.fileno())
-            fresh.rename(self._memory)
-            folder = os.open(self._memory.parent, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            write_over(self._memory, note)
         except OSError as error:
             raise Unavailable(f"cannot note the tree head down: {error.strerror}", code="last_head",
                               next_step="free space beside the head key") from None

@@ -1,6 +1,6 @@
 """The order log: an append-only list of signed orders OUTSIDE the database, which a restore cannot rewind.
 
-Rules. An entry is a file ``NNNNNNNN-<id>.json`` made with O_EXCL, fsynced with its folder, never changed.
+Rules. An entry is a file ``NNNNNNNN-<id>.json``, made whole and only if absent, fsynced, never changed.
 The same order twice is one entry. A resume takes its epoch as a key first (``epochs/N``, put-if-absent), so
 two resumes cannot share one. Beside the orders lie the enrolled nodes (``nodes.json``) and the placements
 (``placements.log``): a proof of a stop asks these, never the database (G9). A folder that does not answer is
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from interlock.canon import canonical, digest
+from interlock.durable import write_new, write_over
 from interlock.errors import Conflict, Malformed, Unavailable
 from interlock.order import ResumeOrder, StopOrder
 from interlock.signed import RESUME, STOP, Signed
@@ -63,24 +64,6 @@ def _reachable() -> Iterator[None]:
             f"the order log does not answer: {error.strerror}", code="order_log",
             next_step="check the folder STATE/orders; stops are accepted meanwhile, nothing else",
         ) from None
-
-
-def write_new(path: Path, data: bytes) -> None:
-    """Create `path` (O_EXCL), write, fsync file and folder. Raises OSError (FileExistsError when it is there)."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as out:
-        out.write(data)
-        out.flush()
-        os.fsync(out.fileno())
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 class OrderLog:
@@ -171,11 +154,7 @@ class OrderLog:
                 self._write_nodes(rows)
 
     def _write_nodes(self, rows: list[dict[str, Any]]) -> None:
-        fresh = self.folder / "nodes.json.new"
-        fresh.unlink(missing_ok=True)
-        write_new(fresh, json.dumps(rows).encode())
-        os.replace(fresh, self.folder / "nodes.json")
-        _sync_folder(self.folder)
+        write_over(self.folder / "nodes.json", json.dumps(rows).encode())
 
     def place(self, run: str, attempt: int, node: str) -> None:
         """Note durably that an attempt goes to `node`, before the grant commits. Raises Unavailable."""

@@ -6,25 +6,17 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from interlock.durable import write_new
 from interlock.errors import Conflict, Malformed, Unavailable, Untrusted
 from interlock.signed import private_bytes
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Create `path` with mode 0600 and fsync it and its folder; an existing file is a Conflict."""
+    """Make `path` with mode 0600, durably; a name that is taken is a Conflict. Raises OSError."""
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        write_new(path, data)
     except FileExistsError:
         raise Conflict(f"{path} exists already", code="key_exists") from None
-    with os.fdopen(fd, "wb") as out:
-        out.write(data)
-        out.flush()
-        os.fsync(out.fileno())
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def read_private(path: Path, *, limit: int = 65536) -> bytes:

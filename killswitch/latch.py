@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from interlock.durable import sync_folder
 from interlock.order import Scope, ScopeKind
 
 _NAME = re.compile(r"^STOP(?:-([A-Za-z0-9_]{1,64}))?$")
@@ -70,11 +71,7 @@ def drop(folder: Path, run: str | None) -> Path:
         os.fsync(fd)
     finally:
         os.close(fd)
-    folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder_fd)
-    finally:
-        os.close(folder_fd)
+    sync_folder(folder)
     return path
 
 

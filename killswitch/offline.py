@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from interlock.canon import parse
+from interlock.durable import write_over
 from interlock.errors import Refusal, Unavailable
 from interlock.order import Result
 from interlock.permit import boottime_ms
 from killswitch.ladder import LIMIT_MS, Outcome, climb
 from killswitch.latch import drop
-from killswitch.latchbook import write_durable
 from killswitch.store import Entry, boot_id, removed_note
 from killswitch.verify import Target
 from sandbox.cgroup import Group
@@ -55,7 +55,7 @@ def stop(state: Path, run: str | None, limit_ms: int = LIMIT_MS) -> dict[str, An
     outcomes = {t.name: climb(Target(t.group), limit_ms=max(200, end - boottime_ms())) for t in targets}
     for name in (n for n, o in outcomes.items() if o.removed):
         with suppress(OSError):
-            write_durable(removed_note(folder, name), b"")
+            write_over(removed_note(folder, name), b"")
     return _report(latch, outcomes, boottime_ms() - started)
 
 

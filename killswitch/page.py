@@ -20,9 +20,9 @@ import time
 from pathlib import Path
 
 from interlock.canon import canonical, parse
+from interlock.durable import write_over
 from interlock.errors import Refusal
 from interlock.order import Labels, Mode, Scope, ScopeKind, StopOrder
-from killswitch.latchbook import write_durable
 from killswitch.state import StopState
 from killswitch.store import boot_id
 
@@ -72,7 +72,7 @@ class StopPageWriter:
         data = canonical({"epoch": state.epoch, "stops": [s.as_json() for s in state.stops.values()]})
         if data != self._last:
             try:
-                write_durable(self._state_path, data, 0o444)
+                write_over(self._state_path, data, 0o444)
             except OSError:
                 self._words[_WRITTEN] = 0
                 return

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from interlock.durable import write_over
 from interlock.errors import Refusal
 from interlock.event import EventType
 from interlock.order import LaunchOrder, Result
@@ -26,7 +27,6 @@ from interlock.signed import Signed
 from runners import admission, collector, launch
 from runners.courier import FILES, OUTPUT, Courier
 from runners.deadline import Watched
-from runners.folders import put
 from runners.launch import Launched
 from runners.outlet import Outlet
 from runners.station import Station
@@ -201,7 +201,7 @@ class Attempt:
         folder = self._courier.folder / FILES
         folder.mkdir(mode=0o700, exist_ok=True)
         for file in harvest.files:
-            put(folder / file.name, file.data, 0o600)
+            write_over(folder / file.name, file.data, 0o600)
             outcome.files.append({"name": file.name, "digest": file.digest, "bytes": len(file.data)})
         outcome.skipped = [{"name": n, "why": w} for n, w in harvest.skipped]
 

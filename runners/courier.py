@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from interlock.canon import canonical
+from interlock.durable import sync_folder, write_over
 from interlock.errors import Conflict, NotRecorded, Refusal, Stale, TooMany, Unavailable
-from runners.folders import put, sync_folder
 from runners.outlet import ship
 from runners.upstream import Upstream
 
@@ -52,7 +52,7 @@ class Courier(threading.Thread):
 
     def finish(self, final: dict[str, Any]) -> None:
         """Keep the last report durably; the folder goes when all of it has arrived."""
-        put(self.folder / FINAL, canonical(final), 0o600)
+        write_over(self.folder / FINAL, canonical(final), 0o600)
         self.grown.set()
 
     def end(self) -> None:

@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from interlock.call import Call, Decision
 from interlock.canon import canonical
+from interlock.durable import write_over
 from interlock.errors import Refusal
 from interlock.order import LaunchOrder
 from interlock.permit import boottime_ms
@@ -22,7 +23,7 @@ from policy import decide as deciding
 from policy import snapshot as snapshots
 from policy.facts import Facts
 from policy.rbac import Engine
-from runners.folders import Folders, put
+from runners.folders import Folders
 from runners.upstream import Upstream
 
 NEVER_MS = 2**52
@@ -73,7 +74,7 @@ class Entitlements:
             signed = self._upstream.snapshot(nonce)
             found = snapshots.verify(signed, self._grant_keys(), nonce)
             self._snapshot = found  # first: a person who was disabled must not wait for a bundle
-            put(self._snapshot_file, canonical(signed.as_json()), 0o644)
+            write_over(self._snapshot_file, canonical(signed.as_json()), 0o644)
             if found.bundle_version > self.version:
                 self._take_bundle()
             if found.bundle_version == self.version:
@@ -83,7 +84,7 @@ class Entitlements:
         active = None if self._engine is None else self._engine.bundle
         _, archive = self._upstream.bundle()
         fresh = bundles.read(archive, self._signers(), active)
-        put(self._kept, fresh.archive, 0o644)
+        write_over(self._kept, fresh.archive, 0o644)
         self._engine = Engine(fresh)
 
     def age_ms(self) -> int:

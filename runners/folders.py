@@ -1,5 +1,4 @@
-"""Where a node keeps things (docs/decisions/0001-seams.md §1), and how it writes them so that a crash
-leaves the old or the new, never a half."""
+"""Where a node keeps things (docs/decisions/0001-seams.md §1)."""
 
 import os
 from dataclasses import dataclass
@@ -126,26 +125,3 @@ def half_made(found: Folders, why: str) -> Conflict:
         f"the node's state is half made: {why}", code="half_made",
         next_step=f"move {found.node} and {staging(found)} away, then join with a new join file",
     )
-
-
-def put(path: Path, data: bytes, mode: int) -> None:
-    """Write a whole file durably: new name, fsync, rename, fsync of the folder."""
-    fresh = path.with_name(f".{path.name}.new")
-    fresh.unlink(missing_ok=True)
-    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
-    with os.fdopen(fd, "wb") as out:
-        os.fchmod(out.fileno(), mode)
-        out.write(data)
-        out.flush()
-        os.fsync(out.fileno())
-    fresh.rename(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Make names in `path` durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

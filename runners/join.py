@@ -27,11 +27,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from interlock.call import text
 from interlock.canon import canonical
+from interlock.durable import sync_folder, write_over
 from interlock.errors import Conflict, Malformed, Unavailable, Untrusted
 from interlock.keyfile import read_ed25519, read_private, write_ed25519, write_private
 from interlock.signed import TRUST, Signed, key_id, public_from_text, public_text, verify
 from runners import identity
-from runners.folders import Folders, half_made, put, require_root, staging, sync_folder
+from runners.folders import Folders, half_made, require_root, staging
 from runners.upstream import refusal_of, tls
 
 _CONNECT_S = 10.0
@@ -211,14 +212,14 @@ def _check_answer(answer: dict[str, Any], file: JoinFile, ca: x509.Certificate, 
 def _settle(found: Folders, file: JoinFile, ca: x509.Certificate, certificate: str, trust: Signed) -> None:
     """Write everything, then move the node folder into place: the last step makes the host a node."""
     place = staging(found)
-    put(place / "node.pem", certificate.encode(), 0o600)
-    put(place / "ca.pem", identity.pem(ca).encode(), 0o600)
+    write_over(place / "node.pem", certificate.encode(), 0o600)
+    write_over(place / "ca.pem", identity.pem(ca).encode(), 0o600)
     for name in ("spool", "used-orders", "code", "work"):
         (place / name).mkdir(mode=0o700)
-    put(found.supervisor / "trust.json", canonical(trust.as_json()), 0o600)
+    write_over(found.supervisor / "trust.json", canonical(trust.as_json()), 0o600)
     found.shared.mkdir(mode=0o755, exist_ok=True)
-    put(found.shared / "trust.json", canonical(trust.as_json()), 0o644)
+    write_over(found.shared / "trust.json", canonical(trust.as_json()), 0o644)
     link = {"url": file.url, "node": file.node, "ca_sha256": file.ca_sha256}
-    put(place / "link.json", canonical(link), 0o600)
+    write_over(place / "link.json", canonical(link), 0o600)
     place.rename(found.node)
     sync_folder(found.state)

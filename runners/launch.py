@@ -12,13 +12,13 @@ from pathlib import Path
 
 from interlock.call import Action
 from interlock.canon import digest_bytes
+from interlock.durable import write_over
 from interlock.errors import Malformed, Untrusted
 from interlock.leash import RUN_ENV
 from interlock.order import Dataset, LaunchOrder, Plan
 from runners.admission import Admitted, action_of, dataset_of, resource_of
 from runners.broker_line import doorway
 from runners.dataset import within
-from runners.folders import put
 from runners.run_uid import with_uid
 from runners.station import Station
 from sandbox import work
@@ -59,7 +59,7 @@ def fetch_code(station: Station, order: LaunchOrder, folder: Path) -> str:
     place.mkdir(mode=0o755)
     place.chmod(0o755)
     for name, digest in order.plan.code:
-        put(place / name, _code_bytes(station, digest), 0o444)
+        write_over(place / name, _code_bytes(station, digest), 0o444)
     return str(place)
 
 
@@ -73,7 +73,7 @@ def _code_bytes(station: Station, digest: str) -> bytes:
             return data
         kept.unlink()  # it rotted on disk: fetch it again
     data = station.upstream.code(digest)  # verified there
-    put(kept, data, 0o600)
+    write_over(kept, data, 0o600)
     return data
 
 

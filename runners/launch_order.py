@@ -11,11 +11,11 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
+from interlock.durable import sync_folder
 from interlock.errors import Conflict, Malformed, Untrusted
 from interlock.order import LaunchOrder
 from interlock.signed import GRANT, Signed, verify
 from interlock.tier import PROFILES
-from runners.folders import sync_folder
 
 _ID = re.compile(r"^[A-Za-z0-9_-]{8,64}$")
 

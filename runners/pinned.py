@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 from interlock.canon import canonical
+from interlock.durable import write_over
 from interlock.errors import Malformed, Untrusted
 from interlock.keyfile import read_private
 from killswitch.trust import Keys, Trust, load
 from policy.bundle import pinned
-from runners.folders import Folders, put
+from runners.folders import Folders
 
 
 class Pinned:
@@ -31,7 +32,7 @@ class Pinned:
         seen = (info.st_mtime_ns, info.st_ino)
         if self._trust is None or seen != self._seen:
             self._trust = load(self._trust_file)
-            put(self._shared, self._trust_file.read_bytes(), 0o644)
+            write_over(self._shared, self._trust_file.read_bytes(), 0o644)
             self._seen = seen
         if self._trust is None:
             raise Untrusted("this node has no trust list", code="trust", next_step="join this node again")
@@ -72,5 +73,5 @@ def pin_signer(found: Folders, public: Path) -> str:
     pinned([row])
     path = found.node / "signers.json"
     rows = [r for r in read_signers(path) if r["key"] != row["key"]]
-    put(path, canonical([*rows, {"name": str(row["name"]), "key": str(row["key"])}]), 0o600)
+    write_over(path, canonical([*rows, {"name": str(row["name"]), "key": str(row["key"])}]), 0o600)
     return str(row["name"])

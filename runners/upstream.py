@@ -13,11 +13,12 @@ from typing import Any, Self
 import httpx
 
 from interlock.canon import digest_bytes
+from interlock.durable import write_over
 from interlock.errors import CLASSES, Malformed, Refusal, Unavailable, Untrusted, from_json
 from interlock.keyfile import read_private
 from interlock.signed import Signed
 from runners import identity
-from runners.folders import Folders, put
+from runners.folders import Folders
 
 ANSWER_LIMIT = 96 * 1024 * 1024
 LONG_POLL_S = 25
@@ -122,7 +123,7 @@ class Upstream:
         fresh = identity.read_certificate(str(answer.get("certificate")))
         identity.check(fresh, identity.read_certificate(self._ca), self.key, self.node)
         with self._swap:
-            put(self._folders.node / "node.pem", str(answer["certificate"]).encode(), 0o600)
+            write_over(self._folders.node / "node.pem", str(answer["certificate"]).encode(), 0o600)
             # requests in flight end on the client of before, which is closed at the next renewal
             if self._before is not None:
                 self._before.close()

@@ -1,7 +1,8 @@
 """Move a database to a version of its tables, as one transaction: all of it or nothing.
 
 There is no alembic.ini: its template puts the current directory first on sys.path. The scripts' place is
-absolute; alembic loads them as files, so nothing here imports the layer above. From a shell: ``python -I -m control_plane migrate``.
+absolute; alembic loads them as files, so nothing here imports the layer above. From a shell:
+``python -I -m control_plane migrate``.
 """
 
 from pathlib import Path
