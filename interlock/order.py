@@ -137,11 +137,9 @@ class StopOrder:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
-        """Parse `as_json`; raises Malformed."""
-        try:
-            mode = Mode(str(value.get("mode")))
-        except ValueError:
-            raise Malformed("unknown mode of a stop order", code="mode") from None
+        """Parse `as_json`; a mode that is not known here acts as kill, for a stop is never lost. Raises Malformed."""
+        known = [m for m in Mode if m.value == value.get("mode")]
+        mode = known[0] if known else Mode.KILL
         return cls(
             text(value, "id", limit=64), Scope.from_json(value.get("scope")), mode, number(value, "epoch"),
             text(value, "actor", limit=256), text(value, "reason", empty=True, limit=1000),

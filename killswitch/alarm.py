@@ -1,12 +1,15 @@
 """The command hook for NOT_CONFIRMED: people must hear it at once, by whatever pages them here.
 
 The command comes from the command line or from `STATE/supervisor/settings.json`; it is run without a
-shell, gets the facts as JSON on stdin, and has ten seconds. Its failure changes nothing else.
+shell, gets the facts as JSON on stdin, and has ten seconds; then it and what it started are killed. Its
+failure changes nothing else. It does not inherit the supervisor's protection: a pager that eats the memory of
+a host is killed like anything else.
 """
 
 import json
 import os
 import shlex
+import signal
 import stat
 import subprocess
 import sys
@@ -18,6 +21,15 @@ from typing import Any
 from interlock.errors import Malformed, Untrusted
 
 LIMIT_S = 10.0
+# The child gives up by itself what it inherited: nothing may run between fork and exec in a program with threads.
+_ORDINARY = """
+import os, sys
+try:
+    open("/proc/self/oom_score_adj", "w").write("0")
+    os.setpriority(os.PRIO_PROCESS, 0, 0)
+finally:
+    os.execvp(sys.argv[1], sys.argv[1:])
+"""
 
 
 def command(words: str | None, settings: Path) -> list[str]:
@@ -55,11 +67,25 @@ def _run(argv: list[str], facts: dict[str, Any]) -> None:
     print(json.dumps({"alarm": "not_confirmed", **facts}), file=sys.stderr, flush=True)  # noqa: T201
     if not argv:
         return
+    error = _hook(argv, json.dumps(facts).encode())
+    if error:
+        print(json.dumps({"alarm": "hook_failed", "error": error}), file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _hook(argv: list[str], told: bytes) -> str:
+    """Run the hook as an ordinary process in a session of its own; return what went wrong, "" for nothing."""
     try:
-        subprocess.run(
-            argv, input=json.dumps(facts).encode(), timeout=LIMIT_S, check=False, cwd="/",
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _ORDINARY, *argv], stdin=subprocess.PIPE, cwd="/",
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )
-    except (OSError, subprocess.SubprocessError) as error:
-        note = {"alarm": "hook_failed", "error": type(error).__name__}
-        print(json.dumps(note), file=sys.stderr, flush=True)  # noqa: T201
+    except OSError as error:
+        return type(error).__name__
+    try:
+        process.communicate(told, LIMIT_S)
+    except subprocess.TimeoutExpired as error:
+        with suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return type(error).__name__
+    return "" if process.returncode == 0 else f"exit {process.returncode}"

@@ -2,6 +2,7 @@
 
 import array
 import errno
+import fcntl
 import json
 import os
 import socket
@@ -39,15 +40,9 @@ def listen(path: Path) -> socket.socket:
     if len(os.fsencode(path)) > MAX_PATH:
         raise Usage(f"the socket path {path} is longer than {MAX_PATH} bytes", code="path",
                     next_step="choose a shorter --runtime")
-    probe = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        probe.connect(str(path))
+    if _answers(path):
         raise Conflict(f"a supervisor answers on {path} already", code="second_start",
                        next_step="stop it first, or choose another --runtime")
-    except OSError:
-        pass
-    finally:
-        probe.close()
     door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         path.unlink(missing_ok=True)
@@ -58,6 +53,35 @@ def listen(path: Path) -> socket.socket:
         door.close()
         raise Unavailable(f"cannot listen on {path}: {error.strerror}", code="socket") from None
     return door
+
+
+def hold(runtime: Path) -> int:
+    """Take the lock of a runtime folder, which ends with this process; return its descriptor.
+
+    Before anything is looked at or taken away there: two programs that start at once would else each remove
+    what the other just made. Raises Conflict (``conflict.second_start``), OSError.
+    """
+    fd = os.open(runtime / "supervisor.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise Conflict(f"a supervisor runs on {runtime} already", code="second_start",
+                       next_step="stop it first, or choose another --runtime") from None
+    return fd
+
+
+def _answers(path: Path) -> bool:
+    """Return whether somebody listens at `path`; one who hangs, with a full queue, does too."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return True
 
 
 def peer_uid(connection: socket.socket) -> int:

@@ -11,10 +11,11 @@ from typing import Any
 from interlock.call import new_id
 from interlock.canon import canonical
 from interlock.errors import Malformed, Refusal, Stale, Untrusted
-from interlock.order import Lease, StopOrder
+from interlock.order import Lease
 from interlock.permit import boottime_ms
 from interlock.signed import LEASE, STOP, STOPS, Signed, verify
 from killswitch.admission import go
+from killswitch.order import understood
 from killswitch.runs import Run
 from killswitch.supervisor import Supervisor
 from killswitch.trust import replace
@@ -150,7 +151,7 @@ def _snapshot(sup: Supervisor, row: Any, done: dict[str, Any]) -> None:
     for item in body["orders"]:
         signed = Signed.from_json(item)
         if signed.format == STOP:  # the stop key vouches for the whole list, other nodes' local stops included
-            sup.latch(StopOrder.from_json(signed.body()), signed, local=False)
+            sup.latch(understood(signed, signed.body(), sup.node), signed, local=False)
     if not sup.store.complete:
         sup.store.set_complete(cleared, epoch)
         sup.state.adopt(cleared, epoch)

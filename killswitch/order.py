@@ -6,17 +6,20 @@ Rules (protocol.md §3):
 2. A resume counts when a grant key signed it AND `threshold` different persons signed exactly its ids with
    the keys that are pinned for them. Neither may have asked for one of the stops nor own a run under them.
 3. A resume is newer than every stop that it lifts.
-4. A break-glass order is a right, not a stop: each use mints a new id, else a second use would be a no-op.
+4. An authentic stop is never lost: what cannot be understood of it makes it wider (this node, kill), not void.
+5. A break-glass order is a right, not a stop: each use mints a new id, else a second use would be a no-op.
 """
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from interlock.call import new_id
+from interlock.call import new_id, text
 from interlock.errors import Conflict, Denied, Malformed, Untrusted
-from interlock.order import Labels, ResumeApproval, ResumeOrder, Scope, ScopeKind, StopOrder
+from interlock.order import Labels, Mode, ResumeApproval, ResumeOrder, Scope, ScopeKind, StopOrder
 from interlock.signed import BREAK_GLASS, RESUME, RESUME_APPROVAL, STOP, Signed, key_id, signers, verify
 from killswitch.trust import Trust
 
@@ -35,15 +38,30 @@ def verify_stop(signed: Signed, trust: Trust | None, host: Host) -> StopOrder:
     """Return the stop that `signed` carries.
 
     Raises Untrusted for an unknown or bad signature and (``untrusted.scope``) for a local stop that reaches
-    further than this node; Malformed for the content.
+    further than this node.
     """
     own = {key_id(host.key): host.key}
     pinned = trust.stop_keys if trust else {}
     body = verify(signed, STOP, {**pinned, **own})
-    order = StopOrder.from_json(body)
+    order = understood(signed, body, host.node)
     if not signers(signed, pinned) and not is_local(order.scope, host.node):
         raise Untrusted("a local stop covers its own node or one run only", code="scope")
     return order
+
+
+def understood(signed: Signed, body: dict[str, Any], node: str) -> StopOrder:
+    """Return the stop in `body`, whose signature was verified; what is odd in it covers this whole node.
+
+    Its id is kept where there is one, so that a resume can name it.
+    """
+    try:
+        return StopOrder.from_json(body)
+    except Malformed as error:
+        try:
+            id_ = text(body, "id", limit=64)
+        except Malformed:
+            id_ = "odd_" + hashlib.sha256(signed.payload).hexdigest()[:32]
+        return StopOrder(id_, Scope(ScopeKind.NODE, node), Mode.KILL, 0, "unknown", f"an odd stop: {error.message}")
 
 
 def is_local(scope: Scope, node: str) -> bool:
@@ -65,8 +83,8 @@ def local_scope(scope: Scope, node: str) -> Scope:
 
 
 def use_break_glass(signed: Signed, trust: Trust | None, node: str, epoch: int) -> StopOrder:
-    """Return the stop of one use of a pre-signed right, with a new id. Raises Untrusted or Malformed."""
-    right = StopOrder.from_json(verify(signed, BREAK_GLASS, trust.stop_keys if trust else {}))
+    """Return the stop of one use of a pre-signed right, with a new id. Raises Untrusted."""
+    right = understood(signed, verify(signed, BREAK_GLASS, trust.stop_keys if trust else {}), node)
     scope = local_scope(right.scope, node)
     reason = f"break-glass {right.id}: {right.reason}"[:1000]
     return replace(right, id=new_id("stop"), scope=scope, epoch=max(epoch, right.epoch), reason=reason)

@@ -65,6 +65,7 @@ class Supervisor:
         self.heard_ms = -(1 << 62)
         self.link: dict[str, Any] = {"connected": False, "last_ms": 0}
         self._paged_ms = self._looked_ms = 0
+        self.ending = False
 
     @property
     def node(self) -> str:
@@ -113,7 +114,10 @@ class Supervisor:
         now = boottime_ms()
         for order in self.state.stops.values():
             effect = Effect(order, now, True)
-            effect.targets = {r.name for r in self.runs.values() if order.scope.matches(r.entry.labels)}
+            effect.targets = {
+                # What has no books may be anything: it counts under every stop, here as in `latch`.
+                r.name for r in self.runs.values() if r.name not in self.books or order.scope.matches(r.entry.labels)
+            }
             self.effects[order.id] = effect
 
     def leftovers(self) -> list[str]:
@@ -354,6 +358,7 @@ class Supervisor:
     def close(self, pause: Callable[[], None] = lambda: None) -> None:
         """End every run, take the tree away and give the lock back; leases do not outlive this program."""
         with self.lock:
+            self.ending = True
             for run in list(self.runs.values()):
                 self.end(run, "pipe")
             self.changed.wait_for(
@@ -373,7 +378,10 @@ def _alien(group: Group, node: str, boot: str) -> Entry:
 
 
 def refuse_leftovers(supervisor: Supervisor) -> None:
-    """Raise Conflict (``conflict.leftover``) while something of an earlier supervisor still lives."""
+    """Raise Conflict (``conflict.leftover``) while something of an earlier supervisor still lives, Unavailable
+    once this one is ending: what it admitted now nobody would watch."""
+    if supervisor.ending:
+        raise Unavailable("the supervisor is ending", code="supervisor", next_step="start it again, then try again")
     left = supervisor.leftovers()
     if left:
         raise Conflict(f"{left[0]} of an earlier supervisor still lives", code="leftover",

@@ -5,6 +5,7 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -14,7 +15,7 @@ from types import FrameType
 
 from interlock.errors import Unavailable
 from killswitch import alarm
-from killswitch.door import MAX_PATH, listen, serve
+from killswitch.door import MAX_PATH, hold, listen, serve
 from killswitch.latch import watch as watch_folder
 from killswitch.link import Link
 from killswitch.supervisor import Supervisor
@@ -44,19 +45,7 @@ def run(state: Path, runtime: Path, on_unconfirmed: str | None) -> int:
     os.umask(0o022)
     threading.stack_size(512 * 1024)
     path = runtime / "supervisor.sock"
-    if len(os.fsencode(path)) <= MAX_PATH:
-        state.mkdir(mode=0o755, parents=True, exist_ok=True)
-        runtime.mkdir(mode=0o755, parents=True, exist_ok=True)
-    door = listen(path)
-    try:
-        hook = alarm.command(on_unconfirmed, state / "supervisor" / "settings.json")
-        sup = Supervisor(state, runtime, hook)
-    except BaseException as error:
-        path.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise Unavailable(f"state or runtime cannot be written: {error.strerror}", code="disk",
-                              next_step="make room, or choose another --state or --runtime") from None
-        raise
+    sup, door = _open(state, runtime, path, on_unconfirmed)
     protect()
     sup.tree.enter("supervisor")
     sup.start()
@@ -71,6 +60,28 @@ def run(state: Path, runtime: Path, on_unconfirmed: str | None) -> int:
     sup.close()
     door.close()
     return 0
+
+
+def _open(state: Path, runtime: Path, path: Path, on_unconfirmed: str | None) -> tuple[Supervisor, socket.socket]:
+    """Take both locks, then the socket; nothing of ours stays behind when one of it is refused."""
+    if len(os.fsencode(path)) > MAX_PATH:
+        listen(path)  # which refuses, before any folder is made
+    door: socket.socket | None = None
+    try:
+        state.mkdir(mode=0o755, parents=True, exist_ok=True)
+        runtime.mkdir(mode=0o755, parents=True, exist_ok=True)
+        hold(runtime)
+        door = listen(path)
+        hook = alarm.command(on_unconfirmed, state / "supervisor" / "settings.json")
+        return Supervisor(state, runtime, hook), door
+    except BaseException as error:
+        if door is not None:
+            path.unlink(missing_ok=True)
+            door.close()
+        if isinstance(error, OSError):
+            raise Unavailable(f"state or runtime cannot be written: {error.strerror}", code="disk",
+                              next_step="make room, or choose another --state or --runtime") from None
+        raise
 
 
 def _on_signals() -> int:

@@ -103,11 +103,21 @@ class Group:
         _write(f"{self.paths[UNIFIED]}/cgroup.freeze", "1")
 
     def thaw(self) -> None:
-        """Thaw v1 and v2, nested groups too; groups that are gone are no error."""
-        for group in _down(self.paths.get("freezer", "")) if "freezer" in self.paths else ():
-            _try_write(f"{group}/freezer.state", "THAWED")
+        """Thaw v1 and v2, nested groups too; groups that are gone are no error.
+
+        In v1 a frozen group above freezes this one whatever its own state says, so our own folders above the
+        run are thawed as well: other runs that were frozen with them go on, which a stop is worth.
+        """
+        if "freezer" in self.paths:
+            for group in (*self._above("freezer"), *_down(self.paths["freezer"])):
+                _try_write(f"{group}/freezer.state", "THAWED")
         for group in _down(self.paths[UNIFIED]):
             _try_write(f"{group}/cgroup.freeze", "0")
+
+    def _above(self, hierarchy: str) -> list[str]:
+        """Return `NAME` and `NAME/runs` of this group; nothing of ours lies higher, and no other is touched."""
+        runs = os.path.dirname(self.paths[hierarchy])
+        return [os.path.dirname(runs), runs] if os.path.basename(runs) == "runs" else []
 
     def frozen(self) -> bool:
         """Return whether v2 reports the whole group frozen."""

@@ -239,7 +239,7 @@ def test_orders_round_trip(value: Any) -> None:
 
 
 @pytest.mark.parametrize(("kind", "change"), [
-    (STOP_ORDER, {"mode": "pause"}), (STOP_ORDER, {"scope": {"kind": "run", "id": ""}}), (STOP_ORDER, {"epoch": -1}),
+    (STOP_ORDER, {"scope": {"kind": "run", "id": ""}}), (STOP_ORDER, {"epoch": -1}),
     (STOP_ORDER, {"epoch": True}), (STOP_ORDER, {"id": ""}), (RESUME, {"clears": []}), (RESUME, {"clears": ["b", "a"]}),
     (RESUME, {"clears": ["a", "a"]}), (RESUME, {"approvals": [1]}), (LAUNCH, {"facts": None}),
     (LAUNCH, {"run": "run_2"}), (LAUNCH, {"attempt": 0}), (LAUNCH, {"lease_ms": 0}),

@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +13,9 @@ import pytest
 
 from interlock.errors import Conflict, Refusal, Usage, from_json
 from killswitch.client import Supervisor as Client
-from killswitch.door import listen, serve
+from killswitch.door import hold, listen, serve
 from killswitch.supervisor import Supervisor
+from tests.killswitch.site import short_folder
 
 pytestmark = pytest.mark.root
 
@@ -57,6 +60,37 @@ def test_refuses_when_the_path_is_long_or_somebody_listens(path: Path) -> None:
     with pytest.raises(Usage):
         listen(path.parent / ("x" * 100))
     assert Client(path).ask("status")["complete"]
+
+
+def test_refuses_when_the_one_that_listens_hangs(tmp_path: Path) -> None:
+    path = short_folder() / "s"
+    hung = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    waiting = []
+    try:
+        hung.bind(str(path))
+        hung.listen(0)
+        for _ in range(8):  # nobody accepts: the queue fills up
+            waiting.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            waiting[-1].setblocking(False)
+            waiting[-1].connect_ex(str(path))
+        begin = time.monotonic()
+        with pytest.raises(Conflict):
+            listen(path)
+        assert time.monotonic() - begin < 1
+        assert path.exists()  # what is not ours stays
+    finally:
+        for connection in (hung, *waiting):
+            connection.close()
+        shutil.rmtree(path.parent)
+
+
+def test_refuses_when_another_program_has_the_runtime_folder(tmp_path: Path) -> None:
+    fd = hold(tmp_path)
+    with pytest.raises(Conflict) as caught:
+        hold(tmp_path)
+    assert caught.value.code == "conflict.second_start"
+    os.close(fd)
+    os.close(hold(tmp_path))  # control: it ends with its holder
 
 
 def test_descriptors_of_a_refused_request_are_closed(path: Path) -> None:

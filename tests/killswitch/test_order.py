@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from interlock.errors import Conflict, Denied, Malformed, Untrusted
-from interlock.order import StopOrder
-from interlock.signed import STOP, Signed, sign
+from interlock.order import Mode, StopOrder
+from interlock.signed import BREAK_GLASS, STOP, Signed, sign
 from killswitch.order import Host, kind_of, use_break_glass, verify_resume, verify_stop
 from killswitch.trust import Trust, first
 from tests.killswitch.site import Key, Site, key
@@ -127,10 +127,27 @@ def test_refuses_when_a_break_glass_right_is_foreign(site: Site, trust: Trust) -
         use_break_glass(site.right("node:node-b"), trust, "node-a", 0)
 
 
-def test_refuses_when_a_stop_is_malformed(site: Site, trust: Trust, me: Host) -> None:
-    body = site.stop_order().body()
-    for change in ({"mode": "nap"}, {"scope": {"kind": "planet", "id": "x"}}, {"scope": {"kind": "run", "id": ""}}):
-        with pytest.raises(Malformed):
-            verify_stop(sign(STOP, {**body, **change}, site.stop), trust, me)
+def test_an_authentic_stop_that_is_odd_is_never_lost(site: Site, trust: Trust, me: Host) -> None:
+    body = site.stop_order("run:run_1").body()
+    nap = verify_stop(sign(STOP, {**body, "mode": "nap"}, site.stop), trust, me)
+    assert (nap.id, nap.mode, str(nap.scope)) == (body["id"], Mode.KILL, "run:run_1")
+    for change in ({"scope": {"kind": "planet", "id": "x"}}, {"scope": {"kind": "run", "id": ""}}, {"epoch": -1},
+                   {"reason": "x" * 5000}, {"id": 7}):
+        for key in (site.stop, Site().stop):
+            signed = sign(STOP, {**body, **change}, key)
+            if key is not site.stop:
+                with pytest.raises(Untrusted):
+                    verify_stop(signed, trust, me)
+                continue
+            found = verify_stop(signed, trust, me)
+            assert (found.mode, str(found.scope)) == (Mode.KILL, "node:node-a")
+            assert found.id == body["id"] or ("id" in change and found.id.startswith("odd_"))
+            assert verify_stop(signed, trust, me) == found  # the same one twice is one stop
+    right = sign(BREAK_GLASS, {**site.right().body(), "scope": {"kind": "planet", "id": "x"}}, site.stop)
+    assert str(use_break_glass(right, trust, "node-a", 3).scope) == "node:node-a"
+
+
+def test_refuses_when_the_format_is_no_order(site: Site) -> None:
+    assert kind_of(site.stop_order()) == "stop"
     with pytest.raises(Malformed):
         kind_of(site.trust())

@@ -494,6 +494,44 @@ CORE = [
         '    if found.get("state"):',
         _C + "halt_and_votes.py::test_anything_but_proof_exits_4",
     ),
+    # --- the hostile run and the broken host ---
+    m(
+        "an odd stop is lost",
+        "killswitch/order.py",
+        "    order = understood(signed, body, host.node)",
+        "    order = StopOrder.from_json(body)",
+        "killswitch/test_order.py::test_an_authentic_stop_that_is_odd_is_never_lost",
+    ),
+    m(
+        "a stop of unknown mode is refused",
+        "interlock/order.py",
+        "mode = known[0] if known else Mode.KILL",
+        "mode = known[0]",
+        "chaos/test_supervisor_faults.py::test_an_authentic_stop_of_an_unknown_mode_or_scope_is_never_lost",
+        root=True,
+    ),
+    m(
+        "frozen from above",
+        "sandbox/cgroup.py",
+        'for group in (*self._above("freezer"), *_down(self.paths["freezer"])):',
+        'for group in _down(self.paths["freezer"]):',
+        "sandbox/test_cgroup.py::test_thaw_reaches_our_own_folders_above_and_no_higher",
+    ),
+    m(
+        "confirmed beside a run without books",
+        "killswitch/supervisor.py",
+        "r.name for r in self.runs.values() if r.name not in self.books or order.scope.matches(r.entry.labels)",
+        "r.name for r in self.runs.values() if order.scope.matches(r.entry.labels)",
+        "chaos/test_supervisor_faults.py::test_a_run_without_books_holds_back_every_receipt_after_a_restart",
+        root=True,
+    ),
+    m(
+        "two supervisors on one runtime",
+        "killswitch/door.py",
+        "        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "        pass",
+        "killswitch/test_door.py::test_refuses_when_another_program_has_the_runtime_folder",
+    ),
 ]
 
 MORE = [

@@ -123,6 +123,14 @@ def test_thaw_reaches_nested_groups_of_both_kinds(hybrid: Tree) -> None:
     assert text(f"{group.paths['unified']}/child/cgroup.freeze") == "0"
 
 
+def test_thaw_reaches_our_own_folders_above_and_no_higher(hybrid: Tree) -> None:
+    group = hybrid.create("run_1.1", Limits(50, 64))
+    above = Path(group.paths["freezer"]).parents
+    group.thaw()
+    assert [text(str(p / "freezer.state")) for p in above[:2]] == ["THAWED", "THAWED"]
+    assert text(str(above[2] / "freezer.state")) != "THAWED"
+
+
 def test_remove_takes_children_first_and_says_busy_while_anything_lives(hybrid: Tree) -> None:
     group = hybrid.create("run_1.1", Limits(50, 64))
     os.mkdir(f"{group.paths['cpu']}/child")
