@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from control_plane import resume
+from control_plane import resume, trust_change
 from control_plane.api import (
     approvals,
     context,
@@ -19,10 +19,11 @@ from control_plane.api import (
     policies,
     runs,
     status,
+    trust,
     whoami,
     why,
 )
-from control_plane.auth.approvals import RESUME, Standing
+from control_plane.auth.approvals import RESUME, TRUST, Standing
 from control_plane.bell import Bell
 from control_plane.console.mount import mount
 from control_plane.desk import OrderDesk
@@ -42,7 +43,7 @@ from policy.gate import Gate
 
 HOSTS = ["localhost", "127.0.0.1"]
 PEOPLE_BYTES, NODE_BYTES = 16 << 20, 96 << 20
-ROUTERS = (whoami, people, approvals, runs, kill, nodes, ledger, policies, status, why)
+ROUTERS = (whoami, people, approvals, runs, kill, nodes, ledger, policies, status, trust, why)
 
 
 def build(settings: Settings) -> Parts:
@@ -97,7 +98,10 @@ def people_app(parts: Parts, ticker: Ticker | None = None) -> FastAPI:
 
 
 def approved(parts: Parts, now: Standing) -> dict[str, Any]:
-    """Act on a request that has all its votes: a resume is ordered at once, a launch waits for its requester."""
+    """Act on a request that has all its votes: resume and trust change at once; a launch waits for its requester."""
+    if now.request.kind == TRUST:
+        held = trust_change.settle(parts, now)
+        return {"trust": held.version, "persons": sorted(held.keys)}
     if now.request.kind != RESUME:
         return {}
     made = resume.settle(parts.desk, parts.signers, now, parts.settings.cooldown_ms)

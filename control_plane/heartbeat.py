@@ -64,7 +64,8 @@ def respond(parts: Parts, node: str, beat: Heartbeat) -> dict[str, Any]:
         leases, refused, standing = answer(parts.desk, parts.signers, connection, node, beat.beats)
         level = beat.digest == parts.desk.digest(standing)
         nodes.beat(connection, node, beat.boot_id, now_us(), echo=level)
-        trust = trust_list.newest(connection)
+        trust = trust_list.after(connection, beat.trust_version)
+    parts.trust_seen[node] = beat.trust_version
     for row in refused:
         parts.desk.note(Event(EventType.LEASE_REFUSED, f"node:{node}", run=row["run"], facts={
             "attempt": row["attempt"], "code": row["code"], "node": node}))
@@ -72,7 +73,7 @@ def respond(parts: Parts, node: str, beat: Heartbeat) -> dict[str, Any]:
         "leases": [lease.as_json() for lease in leases], "refused": refused,
         "orders": [] if level else [o.as_json() for o in _lacking(parts, standing)],
         "stops": _stops(parts, beat.nonce, standing),
-        "trust": _trust(parts, node, trust) if beat.trust_version < trust.version else None,
+        "trust": None if trust is None else _trust(parts, node, trust),
         "acked": acked, "receipts_acked": receipts_acked,
     }
 

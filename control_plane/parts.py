@@ -18,7 +18,10 @@ from policy.gate import Gate
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything that routes work with; the same objects for people and for nodes."""
+    """Everything that routes work with; the same objects for people and for nodes.
+
+    `trust_seen` is node → version of its trust list, as its last heartbeat said.
+    """
 
     settings: Settings
     engine: Engine
@@ -31,6 +34,7 @@ class Parts:
     gate: Gate
     output: OutputStore
     sequencing: threading.Lock = field(default_factory=threading.Lock)
+    trust_seen: dict[str, int] = field(default_factory=dict)
 
 
 def parts_of(request: Request) -> Parts:

@@ -34,7 +34,7 @@ def grow_trust(parts: Parts) -> None:
         if trust_list.newest(connection).ready:
             return
     with writing(parts.engine) as connection:
-        made = trust_list.grow(connection, now_us())
+        made = trust_list.grow(connection, parts.settings, now_us())
         if made is not None:
             parts.ledger.record(Event(EventType.TRUST_CHANGED, "control", facts={
                 "version": made.version, "persons": [p["person"] for p in made.persons]}), connection)

@@ -8,6 +8,7 @@ Rules:
    of persons, of keys, or a shorter cool-down needs `threshold` different pinned persons who signed
    exactly that new list.
 5. No key serves two purposes, no two persons share a key.
+6. Once two persons are pinned there are never fewer again: else rule 4 would let the control plane alone add some.
 """
 
 import os
@@ -127,6 +128,11 @@ def persons_digest(persons: dict[str, str]) -> str:
     return digest([{"person": p, "key": k} for p, k in sorted(persons.items())])
 
 
+def approval_body(version: int, persons: dict[str, str]) -> dict[str, Any]:
+    """Return what a person signs (interlock/trust-approval/v1) to make `persons` (person → key) list `version`."""
+    return {"version": version, "persons_digest": persons_digest(persons)}
+
+
 def keys_digest(trust: Trust) -> str:
     """Return the digest that persons approve besides, where keys change or the cool-down gets shorter."""
     return digest({"grant": list(trust.grant), "stop": list(trust.stop), "cooldown_ms": trust.cooldown_ms})
@@ -143,6 +149,9 @@ def replace(old: Trust, signed: Signed) -> Trust:
             "node, threshold and bundle signers never change by the wire", code="trust",
             next_step="join this node again",
         )
+    if new.bootstrap and not old.bootstrap:
+        raise Untrusted("a trust list never falls below its threshold again", code="trust",
+                        next_step="add a person in the same change")
     keys_change = (new.grant, new.stop) != (old.grant, old.stop) or new.cooldown_ms < old.cooldown_ms
     if new.persons == old.persons and not keys_change:
         return new
@@ -154,7 +163,7 @@ def replace(old: Trust, signed: Signed) -> Trust:
 
 
 def _approved(old: Trust, new: Trust, keys_change: bool) -> None:
-    wanted: dict[str, Any] = {"version": new.version, "persons_digest": persons_digest(new.persons)}
+    wanted = approval_body(new.version, new.persons)
     if keys_change:
         wanted["keys_digest"] = keys_digest(new)
     good: set[str] = set()

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request
 from pydantic import StringConstraints
 
+from control_plane import trust_list
 from control_plane.api.context import Body, Caller, SignedIn, declare, may_look, pass_gate, site_of
 from control_plane.api.whoami import Code, proved
 from control_plane.auth import approvals
@@ -27,7 +28,7 @@ declare({
 
 
 class VoteBody(Body):
-    """`signed` is the Signed resume approval of this person, for a resume only."""
+    """`signed` is this person's Signed approval, for a resume or a change of trust only."""
 
     code: Code
     reason: Annotated[str, StringConstraints(max_length=1000)] = ""
@@ -45,8 +46,14 @@ def _resource(request: rows.Request) -> Resource:
     return Resource("approval", request.id, request.tenant, tier)
 
 
-def head_of(request: Request) -> str | None:
-    """Return the order log's present head, None when no order desk is there (then bound requests are refused)."""
+def head_of(request: Request, kind: str) -> str | None:
+    """Return what requests of this kind are bound to now: the trust list in force, else the order log's head.
+
+    None when no order desk is there (then bound requests are refused).
+    """
+    if kind == approvals.TRUST:
+        with reading(site_of(request).engine) as connection:
+            return trust_list.newest(connection).head
     desk = getattr(request.app.state, "desk", None)
     return None if desk is None else str(desk.head())
 
@@ -123,11 +130,12 @@ def refuse(request: Request, caller: SignedIn, approval: str, body: VoteBody) ->
 def cast(request: Request, caller: Caller, approval: str, body: VoteBody, *, approve: bool) -> dict[str, Any]:
     """Cast one vote: may this person, is the code fresh, does the gate agree; then vote and record as one."""
     caller.require_person()
-    site, head = site_of(request), head_of(request)
+    site = site_of(request)
     with reading(site.engine) as connection:
         found = approvals.found(connection, approval)
         approvals.check_voter(connection, found, caller.person)
-        approvals.check_open(found, head)
+    head = head_of(request, found.kind)
+    approvals.check_open(found, head)
     action = action_of(found.kind)
     proof = proved(request, caller, body.code, action, found.digest)
     pass_gate(request, caller, action, _resource(found), bound=found.digest, step_up=proof)

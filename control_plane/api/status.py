@@ -4,6 +4,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from control_plane import trust_change, trust_list
 from control_plane.api.context import SignedIn, declare, pass_gate
 from control_plane.api.ledger import head_json
 from control_plane.auth.site import state
@@ -39,6 +40,8 @@ def seen(parts: Parts, faults: dict[str, str]) -> dict[str, Any]:
         standing = parts.desk.standing(connection)
         joined = [n for n in nodes.every(connection) if n.state == nodes.JOINED]
         counted, waiting, site = runs.count_by(connection), approvals.count_open(connection, now), state(connection)
+        trust = trust_list.newest(connection)
+        pinned, warning = len(trust.persons), trust_change.alarm(connection, trust)
     rows = [{
         "node": n.id, "fresh": now - n.seen_us < SEEN_US and now - n.supervisor_seen_us < SEEN_US,
         "armed": now - n.echo_us < ECHO_US, "seen_us": n.seen_us, "supervisor_seen_us": n.supervisor_seen_us,
@@ -50,6 +53,7 @@ def seen(parts: Parts, faults: dict[str, str]) -> dict[str, Any]:
         "stops": [{"order": s.id, "scope": str(s.scope), "actor": s.actor, "reason": s.reason}
                   for s in standing.active],
         "runs": [{"tier": t, "state": s, "count": c} for t, s, c in counted], "approvals_waiting": waiting,
+        "trust": {"version": trust.version, "pinned": pinned, "safe": trust_list.SAFE, "warning": warning},
         "tree_head": head_json(parts.ledger), "cooldown_ms": parts.settings.cooldown_ms,
         "records_waiting": parts.desk.unrecorded(), "faults": dict(faults), "now_us": now,
     }

@@ -2,12 +2,13 @@
 
 Rules:
 1. A vote counts for distinct persons other than who asked, who owns it and, for a resume, who stopped (I11).
-2. It binds to the request's digest, and to the head of the order log where the request names one (I12).
+2. It binds to the request's digest, and to a head where the request names one: a resume's to the head of the
+   order log, a change of trust's to the list in force (I12).
 3. Everything is asked again at use: open, not expired, same digest, same head, and every approver is still
    enrolled and still an approver. One refusal ends the request.
 4. A request is used once, by one statement. UNIQUE(request, person) settles parallel votes.
-5. A vote for a resume carries the person's own signature, checked against the key he registered, at the vote
-   and again at use. The control plane alone resumes nothing.
+5. A vote on a resume or a change of trust is a pinned person's, with his own signature by the pinned key, checked
+   at the vote and again at use: nodes count nobody else. The control plane alone resumes and pins nothing.
 """
 
 from collections.abc import Mapping
@@ -19,17 +20,17 @@ from sqlalchemy.exc import IntegrityError
 
 from control_plane.auth.site import ADMINISTRATOR, APPROVER
 from control_plane.store import approvals as rows
-from control_plane.store import people
+from control_plane.store import bundles, people
 from control_plane.store.db import now_us
 from interlock.call import new_id
 from interlock.canon import digest
 from interlock.errors import ApprovalRequired, Conflict, Denied, Malformed, NotFound, Refusal, Untrusted
-from interlock.order import ResumeApproval
-from interlock.signed import RESUME_APPROVAL, Signed, key_id, public_from_text, verify
+from interlock.signed import RESUME_APPROVAL, TRUST_APPROVAL, Signed, key_id, public_from_text, verify
 
 LAUNCH, RESUME, TRUST = "launch", "resume", "trust"
 _SECOND = 1_000_000
 LIFE_S = {LAUNCH: 86_400, RESUME: 3_600, TRUST: 86_400}
+SIGNED = frozenset({RESUME, TRUST})  # kinds that persons sign with their keys
 FLOOR = {LAUNCH: 1, RESUME: 2, TRUST: 2}  # never fewer, whatever a caller asks for
 
 
@@ -96,7 +97,7 @@ def excluded(connection: Connection, request: rows.Request) -> frozenset[str]:
     return frozenset(barred - {""})
 
 
-def _able(connection: Connection, person: people.Person | None) -> bool:
+def able(connection: Connection, person: people.Person | None) -> bool:
     """Return whether this person is an approver now."""
     if person is None or not person.enrolled:
         return False
@@ -104,12 +105,25 @@ def _able(connection: Connection, person: people.Person | None) -> bool:
     return APPROVER in held and ADMINISTRATOR not in held
 
 
+def _pinned(connection: Connection, person: people.Person | None) -> bool:
+    """Return whether nodes are told to believe the very key that this person registered."""
+    return person is not None and bool(person.person_key) and bundles.pinned(connection).get(person.id) == (
+        person.person_key)
+
+
+def _statement(request: rows.Request, person: str) -> tuple[str, dict[str, Any]]:
+    """Return the format and the body that this person signs: of a trust change, what its version and list are."""
+    if request.kind == TRUST:
+        return TRUST_APPROVAL, {name: request.body[name] for name in ("version", "persons_digest")}
+    return RESUME_APPROVAL, {**request.body, "person": person}
+
+
 def _verified(request: rows.Request, person: people.Person, signed: object) -> dict[str, Any]:
-    """Return the signed resume approval after checking key, request, stops, head and person; raises Untrusted."""
+    """Return the signed approval after checking key and statement; raises Untrusted or Malformed."""
     value = Signed.from_json(signed)
     key = public_from_text(person.person_key)
-    body = ResumeApproval.from_json(verify(value, RESUME_APPROVAL, {key_id(key): key}))
-    if body.as_json() != {**request.body, "person": person.id}:
+    format_, wanted = _statement(request, person.id)
+    if verify(value, format_, {key_id(key): key}) != wanted:
         raise Untrusted("the signature is over something else than this request", code="approval",
                         next_step="read the request again and sign its present body")
     return value.as_json()
@@ -124,9 +138,11 @@ def standing(connection: Connection, request: rows.Request) -> Standing:
             continue
         if vote.person in barred:
             void.append((vote.person, "asked, owns or stopped it"))
-        elif person is None or not _able(connection, person):
+        elif person is None or not able(connection, person):
             void.append((vote.person, "is no approver any more"))
-        elif request.kind == RESUME and not _signature_holds(request, person, vote.signed):
+        elif request.kind in SIGNED and not _pinned(connection, person):
+            void.append((vote.person, "is not pinned on the nodes"))
+        elif request.kind in SIGNED and not _signature_holds(request, person, vote.signed):
             void.append((vote.person, "the signature does not verify against the registered key"))
         else:
             good.append(vote.person)
@@ -152,36 +168,47 @@ def found(connection: Connection, request: str) -> rows.Request:
 def check_open(request: rows.Request, head: str | None) -> None:
     """Refuse a request that is closed, expired or bound to another head. Raises Conflict (409).
 
-    Args: `head` the order log's present head, None when the request's kind is bound to none.
+    Args: `head` the present head that requests of this kind are bound to, None when there is none.
     """
     if request.state != rows.OPEN:
         raise Conflict(f"this request is {request.state}", code=f"approval_{request.state}", next_step="ask again")
     if now_us() >= request.expires_us:
         raise Conflict("this request has expired", code="approval_expired", next_step="ask again")
     if request.head and request.head != head:
-        raise Conflict("the stop state moved since this was asked; nobody approves what was not seen",
+        raise Conflict("what this is about moved since it was asked; nobody approves what was not seen",
                        code="approval_changed", next_step="ask again")
+
+
+_UNPINNED = "no node knows your person key: only pinned officers sign this"
 
 
 def why_not(connection: Connection, request: rows.Request, person: str) -> str:
     """Return why this person cannot vote on it, empty when he can (the gate's own reasons apart)."""
     if person in excluded(connection, request):
         return "you asked for it, own it or gave the stop: another person must vote"
-    if not _able(connection, people.by_id(connection, person)):
+    if not able(connection, people.by_id(connection, person)):
         return f"only {APPROVER} votes, and nobody who administers people"
+    if request.kind in SIGNED and not _pinned(connection, people.by_id(connection, person)):
+        return _UNPINNED
     if any(v.person == person for v in rows.votes(connection, request.id)):
         return "you have voted"
     return ""
 
 
 def check_voter(connection: Connection, request: rows.Request, person: str) -> None:
-    """Refuse a person whose vote can never count. Raises Denied (``denied.self_approval``, ``denied.no_role``)."""
+    """Refuse a person whose vote can never count.
+
+    Raises Denied (``denied.self_approval``, ``denied.no_role``, ``denied.unpinned``).
+    """
     if person in excluded(connection, request):
         raise Denied("you asked for it, own it or gave the stop: your vote does not count", code="self_approval",
                      next_step="another person must approve")
-    if not _able(connection, people.by_id(connection, person)):
+    if not able(connection, people.by_id(connection, person)):
         raise Denied(f"only {APPROVER} votes, and nobody who administers people", code="no_role",
                      next_step="ask a safety officer")
+    if request.kind in SIGNED and not _pinned(connection, people.by_id(connection, person)):
+        raise Denied(_UNPINNED, code="unpinned",
+                     next_step="see interlock trust show; an administrator asks: interlock trust change --add NAME")
 
 
 def vote(
@@ -190,12 +217,12 @@ def vote(
 ) -> Standing:
     """Cast one vote and return where the request stands now.
 
-    Raises Conflict (closed, expired, changed, voted), Denied (self approval, no role), Untrusted or Malformed
-    (signature of a resume).
+    Raises Conflict (closed, expired, changed, voted), Denied (self approval, no role, not pinned), Untrusted or
+    Malformed (signature of a resume or a trust change).
     """
     check_open(request, head)
     check_voter(connection, request, person.id)
-    proof = _verified(request, person, signed) if approve and request.kind == RESUME else None
+    proof = _verified(request, person, signed) if approve and request.kind in SIGNED else None
     try:
         with connection.begin_nested():
             rows.add_vote(connection, request.id, person.id, approve=approve, reason=reason[:1000], signed=proof,
@@ -239,7 +266,7 @@ def missing(now: Standing) -> ApprovalRequired:
 
 
 def signatures(connection: Connection, now: Standing) -> tuple[dict[str, Any], ...]:
-    """Return the Signed resume approvals of the persons who count, as JSON, for the resume order."""
+    """Return the Signed approvals of the persons who count, as JSON, for the resume order or the trust list."""
     return tuple(
         v.signed for v in rows.votes(connection, now.request.id) if v.person in now.approvers and v.signed is not None
     )

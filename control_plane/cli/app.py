@@ -25,7 +25,7 @@ def main() -> None:
     from interlock.errors import Refusal
 
     try:
-        origin.check("control_plane", "policy", "audit", "sandbox")
+        origin.check("control_plane", "killswitch", "policy", "audit", "sandbox")
     except Refusal as refusal:
         sys.exit(Terminal("--json" in sys.argv).refuse(refusal))
     sys.exit(execute(sys.argv[1:]))

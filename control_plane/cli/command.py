@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
-from control_plane.cli import account, bundles, doctor, down, evidence, halt, launch, runs, site, up, votes
+from control_plane.cli import account, bundles, doctor, down, evidence, halt, launch, runs, site, trust, up, votes
 from control_plane.cli.invocation import Invocation, hoist
 from control_plane.cli.terminal import Terminal
 from interlock.errors import Refusal, Unavailable, Usage
@@ -40,6 +40,7 @@ for _panel, _commands in (("This machine", _LOCAL), ("People", _PEOPLE), ("Runs"
         app.command(_name, rich_help_panel=_panel)(_command)
 app.add_typer(account.keys, name="keys", rich_help_panel="People")
 app.add_typer(site.nodes, name="nodes", rich_help_panel="Site")
+app.add_typer(trust.trust, name="trust", rich_help_panel="Approvals")
 app.add_typer(bundles.policy, name="policy", rich_help_panel="Site")
 app.add_typer(evidence.audit, name="audit", rich_help_panel="Site")
 

@@ -10,7 +10,11 @@ from control_plane.cli.terminal import fields, state, table, when
 def status(ctx: typer.Context) -> None:
     """Show what the console's Status page shows."""
     here = Invocation.of(ctx)
-    here.terminal.result(here.api().get("/api/status"))
+    found = here.api().get("/api/status")
+    here.terminal.result(found)
+    held = found.get("trust")
+    if isinstance(held, dict) and held.get("warning"):
+        here.terminal.note(f"WARNING: {held['warning']}. See: interlock trust show")
 
 
 nodes = typer.Typer(invoke_without_command=True, help="Nodes: what they isolate, which tiers they may run.")

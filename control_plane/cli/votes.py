@@ -10,6 +10,7 @@ from control_plane.cli import secret_input
 from control_plane.cli.invocation import Invocation
 from control_plane.cli.people_api import PeopleApi, rows
 from control_plane.cli.terminal import fields, state, table, when
+from control_plane.cli.trust import pins, signed_trust
 from interlock.canon import digest
 from interlock.errors import Malformed, Untrusted
 from interlock.order import ResumeApproval
@@ -70,19 +71,29 @@ def _vote(here: Invocation, api: PeopleApi, request: str, verb: str, words: dict
 
 def approve(ctx: typer.Context, request: Annotated[str, typer.Argument(metavar="REQ")], reason: Reason = "",
             code: Code = None) -> None:
-    """Approve one request after seeing what it is. A resume is signed with your person key."""
+    """Approve one request after seeing what it is. A resume or a change of trust is signed with your person key."""
     here = Invocation.of(ctx)
     api = here.api()
     found = api.get(f"/api/approvals/{quote(request)}")
     body = body_of(found)
     if not here.terminal.as_json:
-        here.terminal.err.print(fields({"kind": found.get("kind"), "asked by": _asker(found),
-                                        "digest": found.get("digest"), **body}))
+        _show(here, found, body)
     words: dict[str, Any] = {"reason": reason}
     if found.get("kind") == "resume":
         words["signed"] = signed_resume(here, body, here.person(), request)
+    if found.get("kind") == "trust":
+        words["signed"] = signed_trust(here, body, here.person())
     words["code"] = next(secret_input.codes(code, here.environ))
     _vote(here, api, request, "approve", words)
+
+
+def _show(here: Invocation, found: dict[str, Any], body: dict[str, Any]) -> None:
+    head = {"kind": found.get("kind"), "asked by": _asker(found), "digest": found.get("digest")}
+    if found.get("kind") != "trust":
+        here.terminal.err.print(fields({**head, **body}))
+        return
+    here.terminal.err.print(fields({**head, "reason": found.get("reason")}), pins(body))
+    here.terminal.note("Nodes will believe these keys. Compare each ADDED key id with what that person tells you.")
 
 
 def refuse(ctx: typer.Context, request: Annotated[str, typer.Argument(metavar="REQ")], reason: Reason = "",

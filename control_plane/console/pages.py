@@ -121,4 +121,4 @@ def one_approval(request: Request, approval: str) -> Response:
     found = approvals_api.one(request, caller, approval)
     body = json.dumps(found["body"], indent=2, ensure_ascii=False, sort_keys=True)
     return render(request, "approval.html", caller, here="/approvals",
-                  approval={**found, "body": body, "why_not": found["you_cannot"]})
+                  approval={**found, "body": body, "why_not": found["you_cannot"], "pins": scene.pins(found)})

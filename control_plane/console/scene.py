@@ -9,11 +9,13 @@ from control_plane import proof
 from control_plane.api import nodes as nodes_api
 from control_plane.api import status as status_api
 from control_plane.api.runs import shown as as_json
+from control_plane.auth.approvals import TRUST
 from control_plane.parts import Parts
 from control_plane.store import nodes, orders, people, runs
 from control_plane.store.db import reading
 from interlock.errors import NotFound
 from interlock.event import EventType
+from interlock.signed import key_id, public_from_text
 
 OPEN = runs.OPEN
 TAIL_BYTES = 64 * 1024
@@ -108,6 +110,7 @@ def status(parts: Parts, faults: dict[str, str]) -> dict[str, Any]:
         "armed": seen["armed"], "armed_why": _why_armed(seen), "last_stop": listed[0] if listed else None,
         "runs_by_tier": counts, "approvals_waiting": seen["approvals_waiting"], "head": seen["tree_head"],
         "streams_lost": len(parts.ledger.gaps()), "recovering": seen["grants"]["why"] == "recovering",
+        "trust_warning": seen["trust"]["warning"],
         "stops": [s for s in listed if not s["cleared_by"]], "acts": acts(parts),
         "nodes": [{**n, "id": n["node"]} for n in rows],
     }
@@ -151,6 +154,17 @@ def _row(parts: Parts, row: Row) -> dict[str, Any]:
         "run": event.get("run", ""), "node": row.node,
         "facts": json.dumps(event.get("facts", {}), indent=1, ensure_ascii=False, sort_keys=True),
     }
+
+
+def pins(found: dict[str, Any]) -> list[dict[str, str]]:
+    """Return the persons of a requested trust list with key id and what changes; empty for other requests."""
+    if found["kind"] != TRUST:
+        return []
+    body = found["body"]
+    fresh = {p["person"] for p in body["added"]}
+    rows = [(p, "added" if p["person"] in fresh else "stays") for p in body["persons"]]
+    return [{"name": p["name"], "key_id": key_id(public_from_text(p["key"])), "change": change}
+            for p, change in (*rows, *((p, "removed") for p in body["removed"]))]
 
 
 def picture(data: bytes) -> str:

@@ -16,7 +16,7 @@ OPEN, USED, REFUSED = "open", "used", "refused"
 class Request:
     """One approval request. `kind` launch, resume or trust; `body` the object whose `digest` is voted on.
 
-    `head` is the head of the order log that it is bound to, empty when it is bound to none.
+    `head` is what it is bound to besides: the head of the order log (resume), the list in force (trust), or nothing.
     """
 
     id: str

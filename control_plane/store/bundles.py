@@ -25,6 +25,18 @@ def newest_trust(connection: Connection) -> Row[Any] | None:
     return connection.execute(select(trust_versions).order_by(trust_versions.c.version.desc()).limit(1)).one_or_none()
 
 
+def trust_after(connection: Connection, version: int) -> Row[Any] | None:
+    """Return the row of the first trust version above `version`, or None."""
+    wanted = select(trust_versions).where(trust_versions.c.version > version).order_by(trust_versions.c.version)
+    return connection.execute(wanted.limit(1)).one_or_none()
+
+
+def pinned(connection: Connection) -> dict[str, str]:
+    """Return person → public key of the newest trust version: who may sign resumes and changes of this list."""
+    row = newest_trust(connection)
+    return {} if row is None else {str(p["person"]): str(p["key"]) for p in json.loads(row.body)["persons"]}
+
+
 def add_trust(connection: Connection, version: int, body: dict[str, Any], approvals: list[Any], now_us: int) -> None:
     """Insert a trust version."""
     connection.execute(insert(trust_versions).values(

@@ -24,12 +24,14 @@ from fastapi import FastAPI
 from sqlalchemy import Engine
 
 from audit.ledger import Ledger
+from control_plane import trust_list
 from control_plane.api import approvals as approval_routes
 from control_plane.api import context, people, whoami
 from control_plane.auth import approvals, links, passwords, totp
 from control_plane.auth.site import Site
+from control_plane.settings import Places, Settings
 from control_plane.store import tables
-from control_plane.store.db import open_engine, writing
+from control_plane.store.db import now_us, open_engine, writing
 from interlock.signed import RESUME_APPROVAL, key_id, public_text, sign
 from control_plane.store import versions as run
 from policy import bundle
@@ -257,6 +259,8 @@ def _template(door: Door, folder: Path, active: Rules, *roles: tuple[str, str]) 
         house.enrol(links.bootstrap(house.engine, house.site.ledger), "ada")
         for name, role in roles:
             house.join(name, role)
+        with writing(house.engine) as connection:
+            trust_list.grow(connection, Settings(Places(folder)), now_us())
     return Template(folder, kek, clock.timecode, house.humans)
 
 
