@@ -11,16 +11,18 @@ Rules:
    like any other and countersigned, so that a resume can name it and other nodes take it (G10).
 """
 
+import json
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from sqlalchemy import Connection, Engine
 
 from control_plane.bell import Bell
+from control_plane.lane import Lane
 from control_plane.order_log import AcceptedList, Entry, OrderLog
 from control_plane.signing import Signers, pins
 from control_plane.standing import Standing, look
@@ -33,7 +35,7 @@ from interlock.order import Labels, Mode, Scope, ScopeKind, StopOrder
 from interlock.signed import STOP, Signed, add_signature, public_from_text, sign, verify
 from killswitch.state import digest_of
 
-ANCHOR_S = 0.5
+ANCHOR_S, STORE_S = 0.5, 0.5
 _WORDS = {
     "order_log": "the order log does not answer",
     "recovering": "the database is behind the order log",
@@ -50,8 +52,9 @@ class Accepted:
 
 
 class OrderDesk:
-    """One desk a control plane. `_lock` serialises orders; `_telling` guards the feed alone, so that nodes hear of
-    a stop while its row still waits for the database. `_last` is the last good reading of the log."""
+    """One desk a control plane. `_lock` guards the numbering and own list of stops, and nothing that may wait for
+    the order log or the database; `_catching` lets one catch-up or resume at a time; `_telling` guards the feed.
+    `_last` is the last good reading of the log."""
 
     def __init__(
         self, engine: Engine, log: OrderLog, accepted_path: Path, signers: Signers, bell: Bell,
@@ -60,10 +63,10 @@ class OrderDesk:
         self.engine, self.log, self.bell, self._signers = engine, log, bell, signers
         self._accepted = AcceptedList(accepted_path)
         self._record = record
-        self._lock, self._telling = threading.RLock(), threading.Lock()
-        self._anchor = ThreadPoolExecutor(1, thread_name_prefix="anchor")
+        self._lock, self._telling, self._catching = threading.RLock(), threading.Lock(), threading.RLock()
+        self._anchor, self._store = Lane("anchor", ANCHOR_S), Lane("store", STORE_S)
         self._last: list[Entry] = []
-        self._feed: list[Signed] = []
+        self._feed: list[tuple[str, Signed]] = []
         self._known: set[str] = set()
         self._stored: set[str] = set()
         self._top = 0
@@ -77,9 +80,8 @@ class OrderDesk:
             self._last = log or []
         except Unavailable:
             log = None
-        bodies = [StopOrder.from_json(s.body()) for _, s in orders.all_signed(connection) if s.format == STOP]
-        accepted = {i: StopOrder.from_json(s.body()) for i, s in self._accepted.orders().items()}
-        return look(log, self._last, orders.known(connection), bodies, accepted)
+        bodies = [stop_of(raw) for raw in orders.stops_signed(connection)]
+        return look(log, self._last, orders.known(connection), bodies, self._accepted.stops())
 
     def standing_now(self) -> Standing:
         """Return the standing in a transaction of its own, for pages and for the gate's first question."""
@@ -122,17 +124,22 @@ class OrderDesk:
         with self._lock:
             self._top += 1
             order = StopOrder(new_id("stop"), scope, mode, self._top, actor, reason)
-            accepted = self._keep(sign(STOP, order.as_json(), self._signers.stop))
+            signed = sign(STOP, order.as_json(), self._signers.stop)
+            kept = self._told(order, signed)
+        accepted = self._keep(order, signed, kept=kept)
         self.note(Event(EventType.STOP_ACCEPTED, actor, facts={
             "order": order.id, "scope": str(scope), "mode": mode.value, "epoch": order.epoch,
             "anchored": accepted.anchored, "reason": reason}))
         return accepted
 
-    def _keep(self, signed: Signed) -> Accepted:
-        """Own list → push → order log → database. Called with the lock held."""
-        order = StopOrder.from_json(signed.body())
+    def _told(self, order: StopOrder, signed: Signed) -> bool:
+        """Own list → push; return whether the own list has it on disk. Called with the lock held."""
         kept = self._in_own_list(signed)
         self._push(order.id, order.epoch, signed)
+        return kept
+
+    def _keep(self, order: StopOrder, signed: Signed, *, kept: bool) -> Accepted:
+        """Order log → database. Called without the lock: the next stop waits for neither."""
         anchored = self._in_order_log(signed)
         stored = self._in_database(anchored, signed)
         if not kept and anchored is None and not stored:
@@ -152,22 +159,25 @@ class OrderDesk:
     def _in_order_log(self, signed: Signed) -> Entry | None:
         """Append to the order log, but wait for it no longer than `ANCHOR_S`."""
         try:
-            waiting: Future[Entry] = self._anchor.submit(self.log.append, signed)
+            return self._anchor.do(lambda: self.log.append(signed))
         except RuntimeError:
             return None  # this process is ending; the next one anchors what its own list holds
-        try:
-            return waiting.result(ANCHOR_S)
         except (TimeoutError, Refusal):
             return None  # the catch-up anchors it; "not anchored" is shown until then
 
     def _in_database(self, anchored: Entry | None, signed: Signed) -> bool:
-        order = StopOrder.from_json(signed.body())
-        try:
+        """Put it into the database, but wait for it no longer than `STORE_S`."""
+        order, accepted_us = StopOrder.from_json(signed.body()), now_us()
+
+        def put() -> None:
             with writing(self.engine) as connection:
-                orders.put_stop(connection, anchored.n if anchored else -1, order, signed, now_us())
-        except Refusal:
+                orders.put_stop(connection, anchored.n if anchored else -1, order, signed, accepted_us)
+            self._stored.add(order.id)
+
+        try:
+            self._store.do(put)
+        except (RuntimeError, TimeoutError, Refusal):
             return False  # the next catch-up ingests it; until then nothing is granted
-        self._stored.add(order.id)
         return True
 
     def _push(self, order: str, epoch: int, signed: Signed) -> None:
@@ -175,12 +185,12 @@ class OrderDesk:
             self._top = max(self._top, epoch)
             if order not in self._known:
                 self._known.add(order)
-                self._feed.append(signed)
+                self._feed.append((order, signed))
         self.bell.ring()
 
     def order_resume(self, signed: Signed) -> Entry:
         """Keep and push a resume that `resume.py` has verified: order log → database → push."""
-        with self._lock:
+        with self._catching:
             kept = self.log.append(signed)
             if kept.resume is None:
                 raise Untrusted("this is not a resume order", code="format")
@@ -209,10 +219,12 @@ class OrderDesk:
         with self._lock:
             if not ours:
                 signed = add_signature(signed, self._signers.stop)
-            if order.id not in self._known:
-                self._keep(signed)
-                self.note(Event(EventType.STOP_LOCAL, order.actor, facts={
-                    "order": order.id, "scope": str(order.scope), "node": node, "epoch": order.epoch}))
+            fresh = order.id not in self._known
+            kept = fresh and self._told(order, signed)
+        if fresh:
+            self._keep(order, signed, kept=kept)
+            self.note(Event(EventType.STOP_LOCAL, order.actor, facts={
+                "order": order.id, "scope": str(order.scope), "node": node, "epoch": order.epoch}))
         return order.id
 
     def _reaches_only(self, scope: Scope, node: str) -> bool:
@@ -226,7 +238,7 @@ class OrderDesk:
         that is beyond the end starts over (orders are idempotent)."""
         with self._telling:
             start = after if 0 <= after <= len(self._feed) else 0
-            return [(n + 1, s) for n, s in enumerate(self._feed) if n >= start], len(self._feed)
+            return [(start + n, s) for n, (_, s) in enumerate(self._feed[start:], 1)], len(self._feed)
 
     def anchored_ids(self) -> set[str]:
         """Return the ids that the order log holds now. Raises Unavailable."""
@@ -235,7 +247,7 @@ class OrderDesk:
     def signed_orders(self) -> dict[str, Signed]:
         """Return id → signed order of all that were told to nodes, oldest first."""
         with self._telling:
-            return {str(s.body()["id"]): s for s in self._feed}
+            return dict(self._feed)
 
     # --- catching up ------------------------------------------------------------------------------
     def catch_up(self) -> None:
@@ -243,7 +255,7 @@ class OrderDesk:
 
         Called at start and by the ticker; raises nothing but Unavailable (order log or database away).
         """
-        with self._lock:
+        with self._catching:
             present = self.anchored_ids()
             for order, signed in self._accepted.orders().items():
                 if order not in present:
@@ -251,12 +263,12 @@ class OrderDesk:
             self._ingest()
 
     def _ingest(self) -> None:
-        entries = self.log.entries()
+        entries, stored = self.log.entries(), set(self._stored)
         self._last = entries
         with reading(self.engine) as connection:
             known = orders.known(connection)
         behind = [e for e in entries if known.get(e.id) != (e.n, e.epoch)]
-        lost = [e for e in behind if e.id not in known and (e.id in self._stored or e.id not in self._known)]
+        lost = [e for e in behind if e.id not in known and (e.id in stored or e.id not in self._known)]
         if behind:
             with writing(self.engine) as connection:
                 for found in behind:
@@ -269,7 +281,8 @@ class OrderDesk:
         for found in entries:
             if found.id not in self._known:
                 self._push(found.id, found.epoch, found.signed)
-        self._top = max([self._top, *(e for _, e in known.values())])
+        with self._telling:
+            self._top = max([self._top, *(e for _, e in known.values())])
 
     def supervisor_pins(self, node: str) -> dict[str, Ed25519PublicKey]:
         """Return the supervisor key that the order log's enrolment list pins for `node`; raises Untrusted."""
@@ -301,8 +314,15 @@ class OrderDesk:
             return len(self._unrecorded)
 
     def close(self) -> None:
-        """End the anchor thread."""
-        self._anchor.shutdown(wait=False, cancel_futures=True)
+        """End the threads of the order log and the database."""
+        self._anchor.close()
+        self._store.close()
+
+
+@lru_cache(maxsize=1 << 16)
+def stop_of(raw: str) -> StopOrder:
+    """Return the stop of a row's signed text; the same text is parsed once."""
+    return StopOrder.from_json(Signed.from_json(json.loads(raw)).body())
 
 
 def _put(connection: Connection, found: Entry) -> None:

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,12 @@ class OrderLog:
 
 def head_of(entries: list[Entry]) -> str:
     """Return the digest over `entries` (position, id and digest of the signed bytes of each)."""
-    return digest([[e.n, e.id, digest(e.signed.as_json())] for e in entries])
+    return digest([[e.n, e.id, _digest(e.signed)] for e in entries])
+
+
+@lru_cache(maxsize=1 << 16)
+def _digest(signed: Signed) -> str:
+    return digest(signed.as_json())
 
 
 def append_line(path: Path, line: bytes) -> None:
@@ -210,19 +216,30 @@ class AcceptedList:
         self._path = path
         self._lock = threading.Lock()
         self._orders: dict[str, Signed] = {}
+        self._stops: dict[str, StopOrder] = {}
         for line in path.read_bytes().splitlines() if path.exists() else []:
             value = _line(line)
             if value is not None:
                 signed = Signed.from_json(value)
-                self._orders[entry(0, signed).id] = signed
+                self._put(entry(0, signed))
+
+    def _put(self, found: Entry) -> None:
+        self._orders[found.id] = found.signed
+        if found.stop is not None:
+            self._stops[found.id] = found.stop
 
     def append(self, signed: Signed) -> None:
         """Add an order durably; the same one twice is one line. Raises OSError."""
         found = entry(0, signed)
         with self._lock:
             if found.id not in self._orders:
-                self._orders[found.id] = signed  # counts against grants even when the disk refuses it
+                self._put(found)  # counts against grants even when the disk refuses it
                 append_line(self._path, canonical(signed.as_json()) + b"\n")
+
+    def stops(self) -> dict[str, StopOrder]:
+        """Return id → stop of all that this replica accepted."""
+        with self._lock:
+            return dict(self._stops)
 
     def orders(self) -> dict[str, Signed]:
         """Return id → signed order of all that this replica accepted."""

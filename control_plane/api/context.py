@@ -7,6 +7,7 @@ Every route stands in the table `declared()` with its action; a test walks the a
 """
 
 import base64
+import contextlib
 import hashlib
 import hmac
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ from control_plane.store import people
 from control_plane.store import sessions as rows
 from control_plane.store.db import now_us, reading, writing
 from interlock.call import Action, Call, Resource, Subject
-from interlock.errors import Denied, Malformed, NotFound, Refusal, StepUpRequired, TooMany, Untrusted
+from interlock.errors import Denied, Malformed, NotFound, Refusal, StepUpRequired, TooMany, Unavailable, Untrusted
 from interlock.permit import Permit
 from policy.decide import Facts
 
@@ -151,30 +152,34 @@ def signed_in(request: Request) -> Caller:
     return caller_of(request, credential_of(request))
 
 
-def caller_of(request: Request, credential: str) -> Caller:
-    """Return the caller behind a credential. Raises Untrusted (401)."""
+def caller_of(request: Request, credential: str, *, note: bool = True) -> Caller:
+    """Return the caller behind a credential. Raises Untrusted (401).
+
+    Args: `note` whether its use is written down; a stop writes nothing and so waits for no lock.
+    """
     site = site_of(request)
     if credential.startswith(apikeys.PREFIX):
-        return _by_key(site, credential, source_ip(request))
+        return _by_key(site, credential, source_ip(request), note=note)
     with reading(site.engine) as connection:
         session, person = sessions.current(connection, credential)
         roles = people.roles_of(connection, person.id, person.tenant)
     if not session.factor:
         raise sessions.no_session()
-    sessions.touch(site.engine, session)
+    if note:
+        sessions.touch(site.engine, session)
     return Caller(
         person.id, person.id, person.name, person.tenant, roles, "person", session.hash, session.created_us, None,
         source_ip(request),
     )
 
 
-def _by_key(site: Site, credential: str, ip: str) -> Caller:
+def _by_key(site: Site, credential: str, ip: str, *, note: bool) -> Caller:
     with reading(site.engine) as connection:
         key, person = apikeys.current(connection, credential)
         roles = people.roles_of(connection, person.id, person.tenant)
     now = now_us()
-    if now - key.used_us > 60_000_000:
-        with writing(site.engine) as connection:
+    if note and now - key.used_us > 60_000_000:
+        with contextlib.suppress(Unavailable), writing(site.engine) as connection:
             rows.touch_key(connection, key.id, now)
     return Caller(
         key.id, person.id, f"{person.name}/{key.name}", person.tenant, roles, "service", "", 0, frozenset(key.scopes),

@@ -6,13 +6,23 @@ The stop route asks the small always-loaded rule and nothing else: no bundle, no
 import time
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from pydantic import Field, StringConstraints
 from starlette.concurrency import run_in_threadpool
 
 from control_plane import proof, resume
-from control_plane.api.context import Body, Caller, SignedIn, declare, may_look, pass_gate
+from control_plane.api.context import (
+    Body,
+    Caller,
+    SignedIn,
+    caller_of,
+    credential_of,
+    declare,
+    may_look,
+    pass_gate,
+)
 from control_plane.auth import approvals
+from control_plane.lane import aside
 from control_plane.parts import Parts, parts_of
 from control_plane.store import orders, runs
 from control_plane.store.db import reading, writing
@@ -23,7 +33,7 @@ from interlock.order import Scope, ScopeKind
 from policy.stop_rule import require_stop
 
 router = APIRouter()
-MAX_WAIT_S = 30
+MAX_WAIT_S, MAX_REASON = 30, 1000
 
 declare({
     ("POST", "/api/stop"): Action.STOP,
@@ -40,7 +50,7 @@ class StopBody(Body):
     """`scope` is ``everything``, ``run:ID``, ``tenant:T``, ``subject:S``, ``model:M`` or ``node:N``."""
 
     scope: Annotated[str, StringConstraints(min_length=1, max_length=300)]
-    reason: Reason = ""
+    reason: str = ""
 
 
 class ResumeBody(Body):
@@ -50,19 +60,30 @@ class ResumeBody(Body):
     reason: Reason
 
 
+async def stopping(request: Request) -> Caller:
+    """Return who gives a stop: nothing is written, and no thread of the common pool is waited for."""
+    return await aside(lambda: caller_of(request, credential_of(request), note=False))
+
+
 @router.post("/api/stop")
-def stop(request: Request, caller: SignedIn, body: StopBody) -> dict[str, Any]:
+async def stop(request: Request, caller: Annotated[Caller, Depends(stopping)], body: StopBody) -> dict[str, Any]:
     """Accept a stop order. One person, no second factor; answered when this replica has it on disk."""
-    return accept(parts_of(request), caller, body.scope, body.reason)
+    return await aside(lambda: accept(parts_of(request), caller, body.scope, body.reason))
 
 
 def accept(parts: Parts, caller: Caller, words: str, reason: str) -> dict[str, Any]:
     """Stop for this caller (the console's button calls it too). Raises Malformed or Denied (``denied.stop``)."""
     scope = Scope.parse(words)
+    caller.require_scope(Action.STOP)
     require_stop(caller.roles, _owns(parts, caller, scope), caller.kind, scope)
-    accepted = parts.desk.accept_stop(scope, caller.person, reason)
+    accepted = parts.desk.accept_stop(scope, caller.person, plain(reason))
     return {"order": accepted.order.id, "epoch": accepted.order.epoch, "anchored": accepted.anchored,
             "scope": str(scope)}
+
+
+def plain(reason: str) -> str:
+    """Return a reason as it can be kept anywhere; a stop is never refused for its words."""
+    return reason.encode(errors="replace").decode().replace("\0", " ")[:MAX_REASON]
 
 
 def _owns(parts: Parts, caller: Caller, scope: Scope) -> bool:

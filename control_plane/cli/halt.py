@@ -45,7 +45,7 @@ def stop(
     here = Invocation.of(ctx)
     Scope.parse(scope)
     api = here.api()
-    placed = api.post("/api/stop", {"scope": scope, "reason": reason})
+    placed = api.post("/api/stop", {"scope": scope, "reason": reason.encode(errors="replace").decode()})
     with here.terminal.wait(f"stop order {placed.get('order')} is accepted; waits for the proof"):
         found = wait_for_proof(api, str(placed["order"]), wait)
     show_stop(here, {**placed, **found})

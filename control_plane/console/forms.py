@@ -14,6 +14,7 @@ from control_plane.api.context import COOKIE, declare, site_of, source_ip
 from control_plane.auth import enrolment, login
 from control_plane.console import scene
 from control_plane.console.view import PageRoute, end_session, reader, render, start_session
+from control_plane.lane import aside
 from control_plane.parts import parts_of
 from control_plane.store import people
 from control_plane.store.db import reading
@@ -158,11 +159,11 @@ async def stop(request: Request) -> Response:
     form = await _form(request)
 
     def work() -> Response:
-        caller = reader(request, form)
+        caller = reader(request, form, note=False)
         done = kill.accept(parts_of(request), caller, form.get("scope", ""), form.get("reason", ""))
         return RedirectResponse(f"/kill/{done['order']}", 303)
 
-    return await run_in_threadpool(work)
+    return await aside(work)
 
 
 @router.post("/approvals/{approval}")

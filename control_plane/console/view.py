@@ -69,14 +69,17 @@ def language_of(request: Request) -> str:
     return choose(request.query_params.get("lang"), request.cookies.get("lang"), accept)
 
 
-def reader(request: Request, form: dict[str, str] | None = None) -> Caller:
-    """Return who reads, by cookie; for a form (`form`) its token is checked. Raises Untrusted (401)."""
+def reader(request: Request, form: dict[str, str] | None = None, *, note: bool = True) -> Caller:
+    """Return who reads, by cookie; for a form (`form`) its token is checked; `note` as in `caller_of`.
+
+    Raises Untrusted (401).
+    """
     cookie = request.cookies.get(COOKIE, "")
     if not cookie:
         raise no_session()
     if form is not None:
         check_csrf(request, cookie, form.get("csrf", ""))
-    return caller_of(request, cookie)
+    return caller_of(request, cookie, note=note)
 
 
 def render(

@@ -16,10 +16,9 @@ def known(connection: Connection) -> dict[str, tuple[int, int]]:
     return {str(r.id): (int(r.n), int(r.epoch)) for r in rows}
 
 
-def all_signed(connection: Connection) -> list[tuple[int, Signed]]:
-    """Return (position, signed order) of all orders, oldest first."""
-    rows = connection.execute(select(orders.c.n, orders.c.signed).order_by(orders.c.accepted_us, orders.c.n))
-    return [(int(r.n), Signed.from_json(json.loads(r.signed))) for r in rows]
+def stops_signed(connection: Connection) -> list[str]:
+    """Return the signed text of every stop."""
+    return [str(s) for s in connection.execute(select(orders.c.signed).where(orders.c.kind == "stop")).scalars()]
 
 
 def put_stop(connection: Connection, n: int, order: StopOrder, signed: Signed, now_us: int) -> bool:
