@@ -25,6 +25,7 @@ from sandbox.cgroup import UNIFIED, Tree
 _FILES = ("supervisor.sock", "stop-page", "stop-state.json", "join.json")
 _FOLDERS = ("deadlines", "runs")
 _TREE = "interlock-"
+UMOUNT_S = 10.0
 
 
 def noted_tree(places: Places) -> Tree | None:
@@ -89,12 +90,19 @@ def clear_mounts(folder: Path) -> int:
     """Unmount what is mounted below `folder`; return how many. Raises NotConfirmed when one stays."""
     points = mounts_below(folder)
     for point in points:
-        if subprocess.run(["umount", point], capture_output=True, check=False).returncode != 0:
-            subprocess.run(["umount", "-l", point], capture_output=True, check=False)
+        if not _unmounted(["umount", point]):
+            _unmounted(["umount", "-l", point])
     left = mounts_below(folder)
     if left:
         raise NotConfirmed(f"{left[0]} cannot be unmounted", code="mounts", next_step=f"umount {left[0]}")
     return len(points)
+
+
+def _unmounted(argv: list[str]) -> bool:
+    try:
+        return subprocess.run(argv, capture_output=True, check=False, timeout=UMOUNT_S).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False  # what is still mounted is looked up and named afterwards
 
 
 def clear_files(places: Places) -> int:

@@ -22,13 +22,23 @@ from control_plane.cli.people_api import PeopleApi, rows
 from control_plane.cli.terminal import clean
 from interlock.call import Action
 from interlock.canon import digest, digest_bytes
-from interlock.errors import ApprovalRequired, Denied, Halted, Malformed, Refusal, StepUpRequired, Unavailable, Usage
+from interlock.errors import (
+    ApprovalRequired,
+    Denied,
+    Halted,
+    Malformed,
+    Refusal,
+    StepUpRequired,
+    Unavailable,
+    Usage,
+    from_json,
+)
+from interlock.order import Plan
 
 EXIT_STOPPED = 75
 _CODE_LIMIT = 1 << 20
 _POLL_S = 20
 _PATIENCE_S = 60.0
-_GONE = frozenset({"ended", "stopped", "refused", "lost"})
 
 
 def upload_code(api: PeopleApi, files: list[Path]) -> list[dict[str, str]]:
@@ -61,8 +71,6 @@ def datasets(pairs: list[str]) -> list[dict[str, str]]:
 
 def full_plan(given: dict[str, Any]) -> dict[str, Any]:
     """Return the plan with every default, as it is digested; an unknown tier is left for the server to refuse."""
-    from interlock.order import Plan
-
     known = {**given, "tier": given["tier"] if given["tier"] in ("none", "high", "critical") else "none"}
     return {**Plan.from_json(known).as_json(), "tier": given["tier"]}
 
@@ -199,8 +207,6 @@ def status_of(answer: dict[str, Any]) -> int:
 
 def from_node(error: object) -> Refusal:
     """Return the refusal that a node reported for a run."""
-    from interlock.errors import from_json
-
     if isinstance(error, dict) and error.get("code"):
         return from_json(error)
     return Unavailable("the node refused the run", code="node", next_step="interlock why RUN")

@@ -14,6 +14,7 @@ from interlock.errors import Conflict, LayerMissing, Unavailable
 from sandbox.reach import package_folders, reach
 
 CONTROL_USER, BROKER_USER = "interlock", "interlock-broker"
+USERADD_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,15 @@ def make_user(name: str) -> Owner:
         raise LayerMissing("useradd is not installed", code="useradd",
                            next_step=f"make the system users {CONTROL_USER} and {BROKER_USER}")
     group = ["--gid", name] if _group_exists(name) else ["--user-group"]
-    done = subprocess.run([program, "--system", *group, "--no-create-home", "--home-dir", "/nonexistent", "--shell",
-                           "/usr/sbin/nologin", name], capture_output=True, text=True, check=False)
+    try:
+        said = subprocess.run([program, "--system", *group, "--no-create-home", "--home-dir", "/nonexistent", "--shell",
+                               "/usr/sbin/nologin", name], capture_output=True, text=True, check=False,
+                              timeout=USERADD_S).stderr.strip()
+    except subprocess.TimeoutExpired:
+        said = f"useradd took longer than {USERADD_S:.0f} s"
     found = owner(name)
     if found is None:
-        raise Unavailable(f"the system user {name} cannot be made: {done.stderr.strip()[:200]}", code="user",
+        raise Unavailable(f"the system user {name} cannot be made: {said[:200]}", code="user",
                           next_step=f"useradd --system {name}")
     return found
 

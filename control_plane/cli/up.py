@@ -25,6 +25,7 @@ from control_plane.cli.programs import CONTROL, NODE, SUPERVISOR, Places, module
 from control_plane.cli.terminal import Terminal, fields, state, table
 from interlock.errors import Conflict, Malformed, Refusal, Unavailable, Usage
 from interlock.keyfile import write_private
+from sandbox.profile import HIDDEN
 
 DEFAULT_PORTS = (7070, 7071)
 
@@ -43,7 +44,7 @@ class Rise:
     terminal: Terminal
     site: dict[str, Any]
     signers: list[Path]
-    data_roots: list[Path]
+    data_roots: list[str]
     is_root: bool
     control: Owner | None = None
     made: list[str] = field(default_factory=list)
@@ -60,8 +61,9 @@ class Rise:
             self.control, broker = (self._user(name) for name in (owners.CONTROL_USER, owners.BROKER_USER))
         owners.lay_folders(self.places, self.control, broker)
         if not self.places.site_file.exists():
-            self.places.site_file.write_text(json.dumps(self.site) + "\n")
-            self.places.site_file.chmod(0o644)
+            _write_open(self.places.site_file, self.site)
+        if self.data_roots != self.places.data_roots():
+            _write_open(self.places.data_roots_file, self.data_roots)
 
     def _user(self, name: str) -> Owner:
         found = owners.owner(name)
@@ -83,11 +85,11 @@ class Rise:
                 programs.ask(self.control_command("init", "--site", self.site["site"], *ports), what="init")
             self.made.append("keys and database")
         for signer in self.signers:
-            with self._do(f"pins the bundle signer {signer.name}"), self._readable(signer) as file:
+            with self._do(f"pins the bundle signer {signer.name}"), self.readable(signer) as file:
                 programs.ask(self.control_command("trust-signer", str(file), reads=[file]), what="trust-signer")
 
     @contextmanager
-    def _readable(self, file: Path) -> Iterator[Path]:
+    def readable(self, file: Path) -> Iterator[Path]:
         """Yield a copy of a public key that the control plane's user can read, whatever the mode of `file`."""
         if self.control is None:
             yield file
@@ -144,7 +146,7 @@ class Rise:
     def serve_host(self) -> None:
         """Start supervisor and node, both root."""
         self.start(SUPERVISOR, module(SUPERVISOR, "watch", *_where(self.places)), "starts the kill supervisor")
-        roots = [word for root in self.data_roots for word in ("--data-root", str(root))]
+        roots = [word for root in self.data_roots for word in ("--data-root", root)]
         self.start(NODE, module(NODE, "serve", *_where(self.places), *roots), "starts the node")
 
     def run(self) -> None:
@@ -220,6 +222,26 @@ def site_of(places: Places, name: str, people: int | None, nodes: int | None) ->
     return found
 
 
+def data_roots_of(places: Places, given: list[Path]) -> list[str]:
+    """Return the data roots that were given; without any, those of the last start.
+
+    Raises Conflict (``conflict.site``) when the node runs already with others: it would not hear of these.
+    """
+    kept, wanted = places.data_roots(), [str(root) for root in given]
+    if wanted and wanted != kept and programs.running(places, NODE):
+        raise Conflict("the node runs with other data roots", code="site",
+                       next_step="interlock down, then interlock up with every --data-root")
+    return wanted or kept
+
+
+def _write_open(path: Path, value: object) -> None:
+    """Write a JSON file that the other users of ours can read; the rename makes it whole or absent."""
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps(value) + "\n")
+    fresh.chmod(0o644)
+    fresh.replace(path)
+
+
 def _show(here: Invocation, report: dict[str, Any]) -> None:
     lines: list[object] = [
         table("", ["program", "pid", "state"], [(p["name"], p["pid"], state(p["state"])) for p in report["programs"]]),
@@ -244,8 +266,8 @@ def up(
     """Start control plane, kill supervisor and node on this machine. Without root: the control plane alone."""
     here = Invocation.of(ctx)
     places = Places.of(state_folder, runtime)
-    rise = Rise(places, here.terminal, site_of(places, site, people_port, nodes_port),
-                [_file(p) for p in signer or []], [_folder(p) for p in data_root or []], os.geteuid() == 0)
+    rise = Rise(places, here.terminal, site_of(places, site, people_port, nodes_port), [_file(p) for p in signer or []],
+                data_roots_of(places, [_folder(p) for p in data_root or []]), os.geteuid() == 0)
     try:
         rise.run()
     except (Refusal, KeyboardInterrupt):
@@ -271,7 +293,11 @@ def _bytes_of(path: Path) -> bytes:
 def _folder(path: Path) -> Path:
     if not path.is_dir():
         raise Usage(f"{path} is not a folder", code="data_root")
-    return path.resolve()
+    real = path.resolve()
+    if any(real.is_relative_to(place) for place in HIDDEN):
+        raise Usage(f"no run is ever shown {real}", code="data_root",
+                    next_step="choose a folder outside " + ", ".join(HIDDEN))
+    return real
 
 
 def _undo(rise: Rise) -> None:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT, OUT = Path("/data/docs"), Path("/work/out")
-NAMES = ("METADATA", "README", "LICENSE", "LICENCE", "COPYING", "NOTICE", "AUTHORS", "CHANGES", "CHANGELOG")
+NAMES = ("METADATA", "README", "LICENSE", "LICENCE", "COPYING", "COPYRIGHT", "NOTICE", "AUTHORS", "CHANGE")
 ENDINGS = (".rst", ".md", ".txt")
 
 

@@ -216,7 +216,9 @@ def brief(value: dict[str, Any]) -> str:
     """Return an answer on one line: the refusal when it is one."""
     error = value.get("error")
     if isinstance(error, dict):
-        return f"[{error.get('code')}] {error.get('message')} {json.dumps(error.get('details'))[:600]}"
+        step = f" → {error['next_step']}" if error.get("next_step") else ""
+        details = f" {json.dumps(error['details'])[:600]}" if error.get("details") else ""
+        return f"[{error.get('code')}] {error.get('message')}{step}{details}"
     return json.dumps(value)[:600]
 
 

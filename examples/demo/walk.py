@@ -18,6 +18,7 @@ from stage import STEP_S, Phone, Stage, StepFailed, brief, free_ports
 
 HERE = Path(__file__).resolve().parent
 TTL_MS, SLACK_MS, PROMISE_MS = 10_000, 2_000, 5_000
+DEBIAN_DOCS = "/usr/share/doc"
 ROLES = {"remy": "researcher", "olga": "safety_officer", "otto": "safety_officer", "casey": "on_call"}
 HOSTILE = ["--tier", "critical", "--restarts", "3", "--pids", "64", "--memory-mb", "256", "--code",
            str(HERE / "hostile.py")]
@@ -35,6 +36,7 @@ class Cast:
     run: str = ""
     stop: str = ""
     admitted: str = ""
+    docs: str = ""
 
 
 def rise(cast: Cast) -> str:
@@ -45,9 +47,7 @@ def rise(cast: Cast) -> str:
         made = stage.must("policy", "keygen", author, "--out", str(stage.folder / f"{author}.key"))
         stage.proof(**{f"bundle signer {author}": made["key_id"]})
     signers = [w for a in ("vera", "hugo") for w in ("--signer", str(stage.folder / f"{a}.key.pub.json"))]
-    docs = sysconfig.get_paths()["purelib"]
-    report = stage.must("up", "--detach", "--site", "demo", "--people-port", str(people), "--nodes-port", str(nodes),
-                        "--data-root", docs, *signers, *stage.where, wait_s=120)
+    report = start(cast, ["--people-port", str(people), "--nodes-port", str(nodes), *signers])
     stage.people_url = report["people"]
     if report["missing"]:
         raise StepFailed(f"this host cannot run the node: [{report['missing'][0]['code']}] "
@@ -58,6 +58,22 @@ def rise(cast: Cast) -> str:
     host = stage.must("doctor", *stage.where)
     stage.proof(layers=", ".join(x["name"] for x in host["layers"] if x["present"]), tiers=", ".join(host["tiers"]))
     return f"{len(report['programs'])} programs ready; this host may run tiers {', '.join(host['tiers'])}"
+
+
+def start(cast: Cast, options: list[str]) -> dict[str, Any]:
+    """Start everything; the documentation to count is that of the environment, or Debian's where a run may not
+    be shown the environment (a checkout below /tmp)."""
+    stage = cast.stage
+    up = ["up", "--detach", "--site", "demo", *options, *stage.where]
+    cast.docs = sysconfig.get_paths()["purelib"]
+    status, report = stage.ask(*up, "--data-root", cast.docs, wait_s=120)
+    if status != 0 and report.get("error", {}).get("code") == "usage.data_root":
+        stage.proof(data=f"{brief(report)}; takes {DEBIAN_DOCS}")
+        cast.docs = DEBIAN_DOCS
+        return stage.must(*up, "--data-root", cast.docs, wait_s=120)
+    if status != 0:
+        raise StepFailed(f"interlock up ended with {status}: {brief(report)}")
+    return report
 
 
 def enrol(cast: Cast, name: str, link: str, *, first: bool = False) -> dict[str, Any]:
@@ -150,8 +166,7 @@ def refusals(cast: Cast) -> str:
 def admitted(cast: Cast) -> str:
     """A run over real files of this machine; the officers' approvals of the next step are given meanwhile."""
     stage = cast.stage
-    docs = sysconfig.get_paths()["purelib"]
-    done = stage.must("run", "--code", str(HERE / "count_docs.py"), "--data", f"docs={docs}", "--save",
+    done = stage.must("run", "--code", str(HERE / "count_docs.py"), "--data", f"docs={cast.docs}", "--save",
                       str(stage.folder / "result"), "--", "python3", "/code/count_docs.py", who="remy")
     found = json.loads((stage.folder / "result" / "result.json").read_text())
     file = next(f for f in done["files"] if f["name"] == "result.json")

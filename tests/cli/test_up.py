@@ -14,7 +14,8 @@ import pytest
 
 from control_plane.cli import doctor, owners, up
 from control_plane.cli.owners import Owner
-from control_plane.cli.programs import Places
+from control_plane.cli.programs import Places, Program, start_time
+from control_plane.cli.terminal import Terminal
 from interlock.errors import Conflict, Malformed, NotFound
 from sandbox.reach import package_folders, reach
 
@@ -125,6 +126,45 @@ def test_doctor_names_layers_tiers_and_the_backup(interlock, places: Places) -> 
     assert {"name", "present", "detail", "how_to_get"} == set(value["layers"][0])
     assert value["kek"]["state"] == "absent"
     assert value["programs"] == {"control_plane": False, "killswitch": False, "runners": False}
+
+
+def test_refuses_when_no_run_could_be_shown_the_data_root(interlock, places: Places) -> None:
+    """The sandbox hides these places; the start says so, and not each run afterwards."""
+    status, value, _ = interlock("up", "--detach", "--state", str(places.state), "--data-root", str(places.state))
+    assert (status, value["error"]["code"]) == (2, "usage.data_root")
+    assert "/tmp" in value["error"]["next_step"]
+    assert not (places.state / "control").exists()
+    assert up.data_roots_of(places, [Path("/usr/share/doc")]) == ["/usr/share/doc"]
+
+
+def test_refuses_when_the_node_runs_with_other_data_roots(places: Places) -> None:
+    """A second start keeps the data roots of the first; other ones would never reach the node that runs."""
+    places.data_roots_file.write_text(json.dumps(["/srv/a"]))
+    places.runtime.mkdir()
+    assert up.data_roots_of(places, []) == ["/srv/a"]
+    assert up.data_roots_of(places, [Path("/srv/b")]) == ["/srv/b"]
+    Program("runners", os.getpid(), start_time(os.getpid()) or 0).write(places)
+    assert up.data_roots_of(places, [Path("/srv/a")]) == ["/srv/a"]
+    with pytest.raises(Conflict) as found:
+        up.data_roots_of(places, [Path("/srv/b")])
+    assert found.value.code == "conflict.site"
+    places.data_roots_file.write_text("{}")
+    with pytest.raises(Malformed):
+        up.data_roots_of(places, [])
+
+
+@pytest.mark.root
+@pytest.mark.skipif(NOT_ROOT, reason="hands a file of root to another user")
+def test_a_closed_signer_file_reaches_the_control_plane_as_a_copy(places: Places) -> None:
+    signer = places.state / "vera.key.pub.json"
+    signer.write_text("{}")
+    signer.chmod(0o600)
+    places.runtime.mkdir()
+    rise = up.Rise(places, Terminal(True), {}, [signer], [], True, control=Owner(61001, 61001))
+    with rise.readable(signer) as file:
+        assert (stat.S_IMODE(file.stat().st_mode), file.read_text()) == (0o644, "{}")
+    assert not file.exists()
+    assert stat.S_IMODE(signer.stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("option", ["--signer", "--data-root"])
