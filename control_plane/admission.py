@@ -21,7 +21,7 @@ from control_plane.scheduler import choose
 from control_plane.store import approvals as requests
 from control_plane.store import runs
 from control_plane.store.db import reading
-from interlock.call import Action, Resource
+from interlock.call import Resource
 from interlock.errors import ApprovalRequired, NotFound
 from interlock.order import Dataset, Labels, LaunchOrder, Plan
 from interlock.permit import Permit
@@ -104,8 +104,3 @@ def start(
     """Place one attempt with its permit. Raises what `issuer.place` raises."""
     placement = Placement(labels.run, attempt, labels, plan, facts, approval)
     return place(parts.desk, parts.signers, permit, placement, resource_of(plan).path, within)
-
-
-def permit_action(attempt: int) -> Action:
-    """Return launch for a first attempt, restart for a later one."""
-    return Action.LAUNCH if attempt == 1 else Action.RESTART

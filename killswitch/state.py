@@ -60,10 +60,6 @@ class StopState:
         """Return one active stop that covers `labels`, or None."""
         return next((s for s in self.stops.values() if s.scope.matches(labels)), None)
 
-    def matching(self, labels: Labels) -> list[StopOrder]:
-        """Return every active stop that covers `labels`."""
-        return [s for s in self.stops.values() if s.scope.matches(labels)]
-
     def floor(self, labels: Labels) -> int:
         """Return the lowest epoch of a permit or lease that these labels may still use."""
         names = (

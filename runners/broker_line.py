@@ -24,7 +24,6 @@ from interlock.permit import Permit
 from runners.folders import Folders
 from sandbox.reach import reach
 
-USER = "interlock-broker"
 ANSWER_S = 15.0
 BACKLOG = 32
 

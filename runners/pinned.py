@@ -52,7 +52,10 @@ def read_signers(path: Path) -> list[dict[str, str]]:
     """Return the rows of the local list, none when there is none; raises Untrusted or Malformed."""
     if not path.exists():
         return []
-    rows = json.loads(read_private(path))
+    try:
+        rows = json.loads(read_private(path))
+    except ValueError:
+        rows = None
     if not isinstance(rows, list) or not all(isinstance(r, dict) and set(r) == {"name", "key"} for r in rows):
         raise Malformed("signers.json is not a list of names and keys", code="signers")
     return rows

@@ -18,8 +18,7 @@ def carry(supervisor: Supervisor, upstream: Upstream) -> bool:
     link = supervisor.ask("status").get("link")
     if isinstance(link, dict) and link.get("connected") is True:
         return False
-    beats = {k: v for k, v in supervisor.ask("beats").items() if k != "ok"}
-    supervisor.ask("answer", answer=upstream.heartbeat(beats))
+    supervisor.ask("answer", answer=upstream.heartbeat(supervisor.ask("beats")))
     return True
 
 

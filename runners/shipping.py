@@ -9,8 +9,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from audit.marks import body
 from audit.spool import ack, marks, unshipped
-from interlock.canon import canonical
 from interlock.errors import Refusal
 from interlock.permit import boottime_ms
 from runners.upstream import Upstream
@@ -33,12 +33,9 @@ def ship_records(folder: Path, upstream: Upstream) -> int:
 
 
 def mark_bytes(folders: Sequence[Path], boot_id: str) -> tuple[bytes, bytes]:
-    """Return the canonical bytes of the marks of all streams, and of the streams alone (to see a change)."""
-    rows = [
-        {"stream": stream, "seq": seq, "hash": digest}
-        for folder in folders if folder.is_dir() for stream, seq, digest in marks(folder)
-    ]
-    return canonical({"streams": rows, "boot_id": boot_id, "at_ms": boottime_ms()}), canonical(rows)
+    """Return the body of the marks of all streams, and the same without its time (to see a change)."""
+    found = [mark for folder in folders if folder.is_dir() for mark in marks(folder)]
+    return body(found, boot_id, boottime_ms()), body(found, boot_id, 0)
 
 
 def _look(folder: Path) -> list[tuple[str, int, int]]:
@@ -90,10 +87,10 @@ class Shipper(threading.Thread):
             self._end.wait(1.0)
 
     def _mark(self) -> None:
-        body, streams = mark_bytes(self._folders, self._boot_id)
+        claimed, streams = mark_bytes(self._folders, self._boot_id)
         if streams == self._marked and boottime_ms() - self._marked_ms < MARK_EVERY_MS - LOOK_S * 1_000:
             return
-        self._upstream.marks(body)
+        self._upstream.marks(claimed)
         self._marked, self._marked_ms = streams, boottime_ms()
 
     def end(self) -> None:

@@ -35,7 +35,10 @@ def tls(ca_pem: str) -> ssl.SSLContext:
 
 def read_link(found: Folders) -> dict[str, str]:
     """Return `{url, node, ca_sha256}` of a joined node; raises Malformed or Unavailable."""
-    value = json.loads(read_private(found.node / "link.json"))
+    try:
+        value = json.loads(read_private(found.node / "link.json"))
+    except ValueError:
+        value = None
     if not isinstance(value, dict) or not all(isinstance(value.get(k), str) for k in ("url", "node", "ca_sha256")):
         raise Malformed("link.json names no url, node and CA", code="link")
     return value
@@ -53,6 +56,20 @@ def refusal_of(response: httpx.Response) -> Refusal:
     return (fitting[0] if len(fitting) == 1 else Unavailable)(
         f"the control plane answered {response.status_code}", details={"status": response.status_code}
     )
+
+
+def _read(response: httpx.Response) -> httpx.Response:
+    """Return an answer that was read to its end; raises Malformed (``malformed.size``) over ANSWER_LIMIT bytes.
+
+    The memory of a node is not the control plane's to fill: a run's kill depends on programs of this host.
+    """
+    parts, size = [], 0
+    for part in response.iter_bytes():
+        size += len(part)
+        if size > ANSWER_LIMIT:
+            raise Malformed(f"an answer is larger than {ANSWER_LIMIT} bytes", code="size")
+        parts.append(part)
+    return httpx.Response(response.status_code, content=b"".join(parts))
 
 
 class Upstream:
@@ -93,7 +110,8 @@ class Upstream:
     def _send(self, method: str, path: str, **what: Any) -> httpx.Response:
         identity.check_life(self._certificate)
         try:
-            response = self._client.request(method, path, **what)
+            with self._client.stream(method, path, **what) as coming:
+                response = _read(coming)
         except (httpx.HTTPError, ssl.SSLError, RuntimeError) as error:
             raise Unavailable(
                 f"the control plane does not answer: {type(error).__name__}", code="control_plane",

@@ -144,14 +144,6 @@ class Group:
         order = sorted(self.paths, key=lambda name: name != UNIFIED)
         return [f"{self.paths[name]}/cgroup.procs" for name in order]
 
-    def memory_peak(self) -> int:
-        """Return the highest use of memory in bytes, 0 when the kernel does not say."""
-        for name in ("memory.peak", "memory.max_usage_in_bytes"):
-            value = _read(f"{self.paths.get('memory', self.paths[UNIFIED])}/{name}").strip()
-            if value.isdigit():
-                return int(value)
-        return 0
-
     def exists(self) -> bool:
         """Return whether the group exists in any hierarchy."""
         return any(os.path.isdir(path) for path in self.paths.values())

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import interlock
 from interlock.errors import LayerMissing, Refusal
 from interlock.tier import PROFILES
 from sandbox import cgroup, landlock, uids
@@ -183,7 +184,5 @@ def this_host() -> Host:
     prefix = os.path.realpath(sys.base_prefix)
     python = f"{prefix}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
     here = Path(__file__).resolve().parent
-    import interlock
-
     guest = Path(interlock.__file__).resolve().parent
     return Host(tuple(system), prefix, python, str(here), str(guest))

@@ -9,12 +9,13 @@ import json
 import os
 import platform
 import uuid
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from interlock.canon import canonical
+from interlock.durable import write_over
 from interlock.errors import LayerMissing
 from sandbox import bwrap, layers, seccomp, start, work
 from sandbox.cgroup import Tree
@@ -62,11 +63,6 @@ class ProbeReport:
             "profile": self.profile, "shape": self.shape, "boot_id": self.boot_id,
             "results": [r.as_json() for r in self.results],
         }
-
-    def facts(self) -> dict[str, Any]:
-        """Return the row of node facts: ``{name, digest, probes: {total, failed}}``."""
-        counts = {"total": len(self.results), "failed": len(self.failed)}
-        return {"name": self.shape, "digest": self.profile, "probes": counts}
 
 
 def boot_id() -> str:
@@ -168,11 +164,9 @@ def _to_file(cache: Path, report: ProbeReport) -> None:
         value = json.loads(cache.read_bytes())
     except (OSError, ValueError):
         value = {}
-    fresh = cache.with_name(cache.name + ".new")
-    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(canonical({**value, report.profile: report.as_json()}))
-    os.replace(fresh, cache)
+    kept = value if isinstance(value, dict) else {}
+    with suppress(OSError):  # a full disk costs the next start its seconds of probing, and nothing else
+        write_over(cache, canonical({**kept, report.profile: report.as_json()}))
 
 
 def _cut(argv: list[str], *words: str) -> list[str]:

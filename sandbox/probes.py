@@ -41,7 +41,7 @@ else:
 @dataclass(frozen=True)
 class Probe:
     """One attempt. `body` is the Python of `attempt()`, with ``{call}`` for system-call numbers; `control`
-    the layers to remove for the positive control; `needs_unix` whether it is void where AF_UNIX is open."""
+    the layers to remove for the positive control; `void_with_unix` whether it means nothing where AF_UNIX is open."""
 
     id: str
     why: str

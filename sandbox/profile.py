@@ -7,9 +7,10 @@ docs/formats/sandbox-profile.md.
 
 import posixpath
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
+from interlock import wire
 from interlock.canon import digest
 from interlock.errors import Denied, Malformed
 from interlock.order import Plan
@@ -19,7 +20,6 @@ from sandbox.cgroup import Limits
 WORK, TMP, SHM = "/work", "/tmp", "/dev/shm"  # noqa: S108 - paths inside the sandbox
 GUEST_ROOT = "/opt/interlock-guest"
 INIT_ROOT = "/opt/interlock-init"
-BROKER_SOCKET = "/run/interlock/broker.sock"
 PROTECTED = (
     ".git", ".github", ".gitlab-ci.yml", ".gitmodules", ".gitattributes", ".circleci", ".vscode", ".idea",
     ".devcontainer", ".envrc", ".pre-commit-config.yaml", ".mcp.json",
@@ -248,13 +248,5 @@ def for_plan(
     if code:
         mounts.append(Mount("ro", code, "/code"))
     mounts += [Mount("ro", d.path, f"/data/{d.name}") for d in plan.datasets]
-    sockets = (Mount("socket", broker, BROKER_SOCKET),) if broker else ()
+    sockets = (Mount("socket", broker, wire.SOCKET),) if broker else ()
     return Profile(chosen, uid, bounds, tuple(mounts), _environment(host, env), host.python, sockets)
-
-
-def with_uid(profile: Profile, uid: int) -> Profile:
-    """Return the same profile under another uid (the probes use one of their own)."""
-    if uid < FIRST_UID:
-        raise Denied(f"uid {uid} is not one of a run's", code="uid", next_step="take one from sandbox.uids")
-    others = tuple(m for m in profile.mounts if m.kind != "text")
-    return replace(profile, uid=uid, mounts=(*others, *_identity(uid)))

@@ -3,7 +3,7 @@ read it after the run has ended.
 
 `RUNTIME/runs/ID/disk` holds the three parts `work`, `tmp` and `shm`. Mount points that bubblewrap leaves
 in `work` (the masked names) are removed by `tidy`, so a workspace shows no litter. What a run wrote is
-hostile: `runners/collect` opens it without following links; this file never looks into it.
+hostile: `runners/collector.py` opens it without following links; this file never looks into it.
 """
 
 import ctypes

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 from cryptography import x509
 from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 
 from control_plane import heartbeat, joining, lifecycle
-from control_plane.api.context import error_answer
+from control_plane.api.context import Body, error_answer
 from control_plane.issuer import GRANT_LIFE_US
 from control_plane.lifecycle import Report, own_attempt
 from control_plane.node_link import note_denied, peer
@@ -32,13 +32,7 @@ Node = Annotated[str, Depends(peer)]
 Wait = Annotated[int, Query(ge=0, le=60)]
 
 
-class Strict(BaseModel):
-    """A body whose unknown fields are refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class JoinBody(Strict):
+class JoinBody(Body):
     """What a host that joins sends, without a client certificate."""
 
     secret: str
@@ -46,20 +40,20 @@ class JoinBody(Strict):
     supervisor_key: str
 
 
-class CsrBody(Strict):
+class CsrBody(Body):
     """A renewal: the node id stays that of the certificate."""
 
     csr: str
 
 
-class OutputBody(Strict):
+class OutputBody(Body):
     """A piece of output at its offset."""
 
     offset: int
     data: str
 
 
-class FileBody(Strict):
+class FileBody(Body):
     """A result file."""
 
     name: str
@@ -67,27 +61,27 @@ class FileBody(Strict):
     digest: str
 
 
-class SpoolBody(Strict):
+class SpoolBody(Body):
     """Records of one stream, in order."""
 
     stream: str
     records: list[dict[str, Any]]
 
 
-class MarksBody(Strict):
+class MarksBody(Body):
     """High-water marks, signed by the node key."""
 
     body: str
     sig: str
 
 
-class FactsBody(Strict):
+class FactsBody(Body):
     """What the host isolates and which tiers it may run."""
 
     layers: list[dict[str, Any]]
     profiles: list[dict[str, Any]]
     tiers: list[str]
-    data_roots: list[str] = []
+    data_roots: list[str] = Field(default_factory=list)
 
 
 def _decode(text: str) -> bytes:
@@ -101,7 +95,7 @@ def on_refusal(request: Request, error: Exception) -> JSONResponse:
     """Answer a refusal, and record an incident when a node reached for what is another's."""
     assert isinstance(error, Refusal)
     node = getattr(request.state, "node", "")
-    if isinstance(error, Refusal) and node:
+    if node:
         note_denied(request, error, node)
     return error_answer(error)
 

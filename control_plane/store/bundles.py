@@ -51,11 +51,3 @@ def officers(connection: Connection) -> list[tuple[str, str]]:
         .where((roles.c.role == "safety_officer") & people.c.disabled.is_(False) & (people.c.person_key != ""))
         .order_by(people.c.created_us, people.c.id).distinct())
     return [(str(r.id), str(r.person_key)) for r in rows]
-
-
-def entitlements(connection: Connection) -> tuple[list[dict[str, str]], list[str]]:
-    """Return (roles as ``{person, tenant, role}``, ids of disabled persons): the content of a snapshot."""
-    held = [{"person": str(r.person), "tenant": str(r.tenant), "role": str(r.role)}
-            for r in connection.execute(select(roles).order_by(roles.c.person, roles.c.tenant, roles.c.role))]
-    off = [str(r.id) for r in connection.execute(select(people.c.id).where(people.c.disabled).order_by(people.c.id))]
-    return held, off

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, func, insert, select, update
+from sqlalchemy import Connection, Row, delete, insert, select, update
 
 from control_plane.store.tables import links, people, roles, site
 
@@ -148,11 +148,6 @@ def disabled(connection: Connection) -> list[str]:
     """Return the ids of disabled persons (for the signed snapshot)."""
     wanted = select(people.c.id).where(people.c.disabled.is_(True)).order_by(people.c.id)
     return list(connection.execute(wanted).scalars())
-
-
-def count(connection: Connection) -> int:
-    """Return the number of enrolled persons."""
-    return connection.execute(select(func.count()).where(people.c.totp_active.is_(True))).scalar_one()
 
 
 def site_fact(connection: Connection, key: str) -> str:

@@ -89,11 +89,10 @@ def end_session(connection: Connection, hash_: str, now_us: int) -> bool:
     return done.rowcount == 1
 
 
-def end_sessions(connection: Connection, person: str, now_us: int, *, but: str = "") -> int:
-    """End every session of a person except the one with hash `but`; return how many."""
+def end_sessions(connection: Connection, person: str, now_us: int) -> int:
+    """End every session of a person; return how many."""
     done = connection.execute(
-        update(sessions).where(sessions.c.person == person, sessions.c.ended_us == 0, sessions.c.hash != but)
-        .values(ended_us=now_us)
+        update(sessions).where(sessions.c.person == person, sessions.c.ended_us == 0).values(ended_us=now_us)
     )
     return done.rowcount
 

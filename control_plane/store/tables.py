@@ -28,7 +28,7 @@ _KEY = BigInteger().with_variant(Integer, "sqlite")
 
 ledger = define(metadata)
 
-# One row: site name, state (bootstrap | ready), ledger fencing epoch, recovering flag, schema facts.
+# Facts of the site by name: administrator_enrolled, recovery_us, recovered_us.
 site = Table(
     "site", metadata, Column("key", String(64), primary_key=True), Column("value", Text, nullable=False),
 )
@@ -47,7 +47,7 @@ roles = Table(
     "roles", metadata, Column("person", String(64), ForeignKey("people.id"), primary_key=True),
     Column("role", String(64), primary_key=True), Column("tenant", String(64), primary_key=True),
 )
-# kind: bootstrap | invitation. Only the SHA-256 of the secret is kept; used_us is set by one UPDATE.
+# kind: bootstrap | recovery | invitation. Only the SHA-256 of the secret is kept; used_us is set by one UPDATE.
 links = Table(
     "links", metadata, Column("hash", String(80), primary_key=True), Column("kind", String(16), nullable=False),
     Column("name", String(64), nullable=False), Column("tenant", String(64), nullable=False),
@@ -119,7 +119,7 @@ nodes = Table(
 )
 
 # --- runs -------------------------------------------------------------------------------------------
-# state: requested | awaiting_approval | placed | admitted | live | ended | stopped | refused | lost
+# state: placed | admitted | live | ended | stopped | refused | lost
 runs = Table(
     "runs", metadata, Column("id", String(64), primary_key=True), Column("tenant", String(64), nullable=False),
     Column("subject", String(64), nullable=False), Column("owner", String(64), nullable=False),

@@ -10,7 +10,9 @@ import pytest
 import interlock
 from interlock import leash, wire
 from interlock.errors import Halted, Malformed, Stopped, TooMany, Unavailable
-from sandbox.profile import BROKER_SOCKET
+from interlock.order import Plan
+from interlock.tier import Tier
+from sandbox.profile import Host, for_plan
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +67,9 @@ class Replies:
 
 
 def test_the_socket_is_where_the_sandbox_binds_it():
-    assert wire.SOCKET == BROKER_SOCKET
+    host = Host((), "/usr", "/usr/bin/python3", "/init", "/guest")
+    profile = for_plan(Plan(("true",), Tier.NONE, "lab", guest=True), 60_100, host, broker="/run/x/guest.sock")
+    assert [s.target for s in profile.sockets] == [wire.socket_path()]
 
 
 def test_a_step_counts_up_and_carries_integers(broker):

@@ -7,9 +7,11 @@ import ssl
 import httpx
 import pytest
 
-from interlock.errors import NotFound, Unavailable, Untrusted
+from interlock.canon import digest_bytes
+from interlock.errors import Malformed, NotFound, Unavailable, Untrusted
 from runners import identity
 from runners.folders import Folders
+from runners.pinned import read_signers
 from runners.upstream import Upstream, refusal_of, tls
 from tests.runners.conftest import needs_root
 from tests.runners.simulator import Simulator, Site
@@ -116,6 +118,35 @@ def test_an_answer_without_json_is_a_typed_refusal(upstream, simulator):
     with pytest.raises(Unavailable) as refusal:
         upstream.work(0)
     assert refusal.value.code == "unavailable.control_plane"
+
+
+def test_refuses_when_an_answer_is_larger_than_the_limit(upstream, site, monkeypatch):
+    digest = digest_bytes(b"x" * 5000)
+    site.code[digest] = b"x" * 5000
+    assert len(upstream.code(digest)) == 5000  # control
+    monkeypatch.setattr("runners.upstream.ANSWER_LIMIT", 4096)
+    with pytest.raises(Malformed) as refusal:
+        upstream.code(digest)
+    assert refusal.value.code == "malformed.size"
+
+
+@pytest.mark.parametrize("odd", ["", "{", "[]", '{"url": 1}'])
+def test_refuses_when_link_json_is_no_link(joined, odd):
+    (joined.node / "link.json").write_text(odd)
+    with pytest.raises(Malformed) as refusal:
+        Upstream(joined)
+    assert refusal.value.code == "malformed.link"
+
+
+@pytest.mark.parametrize("odd", ["", "{", "7", '[{"name": "x"}]'])
+def test_refuses_when_the_local_list_of_signers_is_no_list(joined, odd):
+    path = joined.node / "signers.json"
+    assert read_signers(path) == []
+    path.write_text(odd)
+    path.chmod(0o600)
+    with pytest.raises(Malformed) as refusal:
+        read_signers(path)
+    assert refusal.value.code == "malformed.signers"
 
 
 def test_refuses_when_code_has_another_digest(upstream, site):
