@@ -6,6 +6,7 @@ Global options (`--json`, `--profile`, `--url`) stand anywhere before `--`.
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
@@ -45,12 +46,20 @@ app.add_typer(bundles.policy, name="policy", rich_help_panel="Site")
 app.add_typer(evidence.audit, name="audit", rich_help_panel="Site")
 
 
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"interlock {version('interlock-server')}\n")
+        raise typer.Exit
+
+
 @app.callback()
 def root(
     ctx: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     profile: Annotated[str, typer.Option("--profile", envvar="INTERLOCK_PROFILE", help="Who you are.")] = "default",
     url: Annotated[str, typer.Option("--url", help="Address of the control plane (or INTERLOCK_URL).")] = "",
+    _version: Annotated[bool, typer.Option("--version", callback=_say_version, is_eager=True,
+                                           help="Print the version and end.")] = False,
 ) -> None:
     """Interlock: nothing runs without a live authorization, everything leaves evidence, anything can be stopped."""
     ctx.obj = Invocation(Terminal(as_json), profile, url)
