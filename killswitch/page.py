@@ -185,8 +185,10 @@ class DeadlineWriter:
         self._words[1] = deadline_ms * 1_000_000
 
     def remove(self) -> None:
-        """Take the page away; the run must be gone."""
+        """Take the page away and let go of it (a map keeps a descriptor); the run must be gone."""
         self.path.unlink(missing_ok=True)
+        self._words.release()
+        self._page.close()
 
 
 def read_deadline_ms(path: Path) -> int:

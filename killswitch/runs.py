@@ -80,6 +80,7 @@ class Run:
         self.fds.clear()
         if self.page is not None:
             self.page.remove()
+            self.page = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the row that `status` shows."""

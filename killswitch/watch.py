@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -31,6 +32,9 @@ def protect() -> None:
         Path("/proc/self/oom_score_adj").write_text("-1000")
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, -10)
+    with suppress(OSError, ValueError):  # each live run holds three descriptors
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     _LIBC.mlockall(_MCL_CURRENT | _MCL_FUTURE | _MCL_ONFAULT)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from interlock.canon import digest
 from interlock.errors import LayerMissing
-from sandbox import bwrap, layers, seccomp, uids
+from sandbox import bwrap, layers, seccomp, sockets, uids
 from sandbox.cgroup import Group
 from sandbox.profile import SHM, TMP, WORK, Profile
 from sandbox.work import Disk
@@ -267,44 +267,11 @@ def seccomp_digest(profile: Profile) -> str:
     return digest({"program": seccomp.program(profile).hex()})
 
 
-_no_socket_in: set[str] = set()
-
-
-def _socket_below(folder: str) -> str:
-    """Return the path of a unix socket below `folder`, empty when there is none; links are not followed."""
-    waiting = [folder]
-    while waiting:
-        with os.scandir(waiting.pop()) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    waiting.append(entry.path)
-                elif entry.is_file(follow_symlinks=False) or entry.is_symlink():
-                    continue  # answered from the listing, without looking at each file
-                elif stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode):
-                    return entry.path
-    return ""
-
-
-def _refuse_sockets(profile: Profile) -> None:
-    """With AF_UNIX open, no bind may hold a socket: a read-only bind does not stop connect().
-
-    The host's own trees are walked once a process (half a second); enter.py walks the run's own each time.
-    """
-    for mount in profile.mounts if profile.sockets else ():
-        own = mount.kind == "ro" and mount.source == mount.target and os.path.isdir(mount.source)
-        if not own or mount.source in _no_socket_in:
-            continue
-        found = _socket_below(mount.source)
-        if found:
-            raise _missing("source", f"{found} is a unix socket in a folder that every run sees")
-        _no_socket_in.add(mount.source)
-
-
 def _refuse_before(spec: StartSpec) -> None:
     layers.require(spec.profile)
     if spec.profile.uid in uids.in_use():
         raise _missing("uid", f"uid {spec.profile.uid} is in use")
-    _refuse_sockets(spec.profile)
+    sockets.refuse(spec.profile, spec.disk.folder.parent.parent / "no-sockets.json")
     page = os.stat(spec.deadline_page)
     if page.st_size != 4096 or not stat.S_ISREG(page.st_mode):
         raise _missing("deadline_page", "the deadline page is not 4096 bytes")

@@ -133,9 +133,9 @@ def test_an_authentic_stop_that_is_odd_is_never_lost(site: Site, trust: Trust, m
     assert (nap.id, nap.mode, str(nap.scope)) == (body["id"], Mode.KILL, "run:run_1")
     for change in ({"scope": {"kind": "planet", "id": "x"}}, {"scope": {"kind": "run", "id": ""}}, {"epoch": -1},
                    {"reason": "x" * 5000}, {"id": 7}):
-        for key in (site.stop, Site().stop):
-            signed = sign(STOP, {**body, **change}, key)
-            if key is not site.stop:
+        for signer in (site.stop, Site().stop):
+            signed = sign(STOP, {**body, **change}, signer)
+            if signer is not site.stop:
                 with pytest.raises(Untrusted):
                     verify_stop(signed, trust, me)
                 continue

@@ -447,6 +447,16 @@ def test_an_init_that_exits_ends_the_attempt(sup: Supervisor, site: Site) -> Non
     assert not (sup.runtime / "deadlines" / "run_1.1").exists()
 
 
+def test_ended_attempts_hold_no_descriptors(sup: Supervisor, site: Site) -> None:
+    def cycle(run: str) -> int:
+        admit(sup, launch(site, run))
+        assert ended(sup, f"{run}.1")["result"] == "confirmed"
+        return len(os.listdir("/proc/self/fd"))
+
+    first_count = cycle("run_1")
+    assert [cycle(f"run_{n}") for n in range(2, 8)] == [first_count] * 6
+
+
 def test_refuses_when_the_cool_down_is_not_over(sup: Supervisor, site: Site) -> None:
     assert sup.trust is not None
     id_ = sup.stop_here("everything", "")

@@ -532,6 +532,29 @@ CORE = [
         "        pass",
         "killswitch/test_door.py::test_refuses_when_another_program_has_the_runtime_folder",
     ),
+    m(
+        "a socket bound after the walk",
+        "sandbox/sockets.py",
+        'found = bound_below(folder) or ("" if _known(folder, kept) else below(folder))',
+        'found = "" if _known(folder, kept) else below(folder)',
+        "sandbox/test_sockets.py::test_refuses_when_somebody_binds_after_the_walk",
+    ),
+    m(
+        "a note of others counts as a walk",
+        "sandbox/sockets.py",
+        "if not stat.S_ISREG(info.st_mode) or info.st_uid != 0 or info.st_mode & 0o022:",
+        "if not stat.S_ISREG(info.st_mode):",
+        "sandbox/test_sockets.py::test_the_walk_is_remembered_for_this_boot_and_this_tree_only",
+        root=True,
+    ),
+    m(
+        "ended attempts keep their descriptors",
+        "killswitch/page.py",
+        "        self._page.close()",
+        "        pass",
+        "killswitch/test_supervisor.py::test_ended_attempts_hold_no_descriptors",
+        root=True,
+    ),
 ]
 
 MORE = [

@@ -298,16 +298,6 @@ def test_refuses_when_a_bind_holds_a_socket_that_is_not_listed(
         started.process.wait()
 
 
-def test_a_socket_in_a_tree_of_the_host_is_found(runtime: Path) -> None:
-    (runtime / "a/b").mkdir(parents=True)
-    (runtime / "a/link").symlink_to("/")
-    assert start._socket_below(str(runtime / "a")) == ""
-    server = socket.socket(socket.AF_UNIX)
-    server.bind(str(runtime / "a/b/s"))
-    server.close()
-    assert start._socket_below(str(runtime / "a")) == str(runtime / "a/b/s")
-
-
 def test_a_start_outlives_the_thread_that_made_it(make_profile: MakeProfile, tree: Tree, runtime: Path) -> None:
     with ready(make_profile(), tree, runtime) as spec:
         made: list[start.Started] = []
