@@ -21,6 +21,7 @@ import httpx
 import pyotp
 
 ROOT = Path(__file__).resolve().parents[2]
+DOCS = Path("/usr/share/doc")  # real files that every Debian has, wherever this checkout lies
 COMMAND = str(Path(sys.executable).parent / "interlock")
 # A code works once, so each hostile run has a crew of its own: who asks, and the two officers who approve.
 # The first crew's officers are the first two to enrol: theirs are the person keys that nodes pin.
@@ -127,7 +128,7 @@ class Lab:
             self.must("policy", "keygen", author, "--out", str(self.folder / f"{author}.key"))
         signers = [w for a in ("vera", "hugo") for w in ("--signer", str(self.folder / f"{a}.key.pub.json"))]
         found = self.must("up", "--detach", "--site", "demo", "--people-port", str(free_port()), "--nodes-port",
-                          str(free_port()), "--data-root", str(ROOT / "docs"), *signers, *self.where, wait=120)
+                          str(free_port()), "--data-root", str(DOCS), *signers, *self.where, wait=120)
         assert not found["missing"], found["missing"]
         self.people_url = found["people"]
         self.enrol("ada", self.must("bootstrap", *self.where)["link"], first=True)

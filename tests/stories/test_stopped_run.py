@@ -1,5 +1,7 @@
 """Story 2: a hostile run is stopped, with proof, and stays stopped until two officers resume."""
 
+import time
+
 import pytest
 
 from tests.stories.lab import Lab
@@ -56,4 +58,8 @@ def test_a_local_stop_needs_no_control_plane(lab: Lab) -> None:
             break
         stops = lab.api("casey", "/api/stops", wait=1)["stops"]
     assert any(s["scope"] == f"run:{run}" for s in stops), "told upward, so that a resume can name it (G10)"
+    for _ in range(100):  # the node tells of the end a moment after it is up again
+        if lab.api("olga", f"/api/runs/{run}")["state"] not in ("placed", "admitted", "live"):
+            break
+        time.sleep(0.2)
     lab.refused("stopped", "restart", "--detach", run, who="rhea")
