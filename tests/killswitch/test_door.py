@@ -1,5 +1,6 @@
 """The socket, served inside the test's process."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -11,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from interlock.errors import Conflict, Refusal, Usage, from_json
+from interlock.errors import Conflict, Malformed, Refusal, Usage, from_json
+from killswitch.client import SEALS
 from killswitch.client import Supervisor as Client
 from killswitch.door import hold, listen, serve
 from killswitch.supervisor import Supervisor
-from tests.killswitch.site import short_folder
+from tests.killswitch.site import Site, short_folder
 
 pytestmark = pytest.mark.root
 
@@ -60,6 +62,38 @@ def test_refuses_when_the_path_is_long_or_somebody_listens(path: Path) -> None:
     with pytest.raises(Usage):
         listen(path.parent / ("x" * 100))
     assert Client(path).ask("status")["complete"]
+
+
+def test_an_answer_that_names_hundreds_of_stops_arrives(sup: Supervisor, site: Site, path: Path) -> None:
+    orders = [site.stop_order("run:run_x", reason="r" * 200).as_json() for _ in range(300)]
+    beats = Client(path).ask("beats")
+    found = site.answer(beats, stops=site.snapshot(beats["nonce"], orders))
+    assert len(json.dumps(found)) > 128 * 1024
+    assert Client(path, timeout_s=30).ask("answer", answer=found)["applied"]["snapshot"]
+    assert len(sup.state.stops) == 300
+
+
+def test_refuses_when_a_large_answer_could_change_or_another_request_is_large(path: Path) -> None:
+    small = {"op": "answer", "answer": {}}
+    for seals in (0, SEALS):
+        fd = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+        os.write(fd, json.dumps(small).encode())
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        try:
+            if seals:
+                assert Client(path).ask("answer", [fd], memory=True)["applied"]["errors"] == []
+            else:
+                with pytest.raises(Malformed):
+                    Client(path).ask("answer", [fd], memory=True)
+        finally:
+            os.close(fd)
+    reading, writing = os.pipe()  # one that would block for ever
+    with pytest.raises(Malformed):
+        Client(path).ask("answer", [reading], memory=True)
+    os.close(reading)
+    os.close(writing)
+    with pytest.raises(Malformed):
+        Client(path).ask("stop", scope="everything", reason="x" * 200_000)
 
 
 def test_refuses_when_the_one_that_listens_hangs(tmp_path: Path) -> None:
