@@ -7,10 +7,11 @@ Rules:
 3. Each vote signs version and digest of exactly the new list (interlock/trust-approval/v1). The request is bound to
    the list in force: when another change comes first, it is void.
 4. Before a version is published it passes the very check that the supervisors make (killswitch/trust.py).
-5. The version is above every version that a node reported, so that a restored database cannot use one twice.
+5. The version is above every version that a node reported, so that a restored database cannot use one twice; what no
+   backup could have lost is not believed, else one node could use up all numbers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ from interlock.signed import key_id, public_from_text
 from killswitch import trust as supervisors
 
 VOID = "void"
+LOST = 64  # versions that a restored database may have forgotten
 
 
 @dataclass(frozen=True)
@@ -88,10 +90,10 @@ def waiting(connection: Connection, held: TrustList) -> list[Pin]:
     return [Pin(p.id, p.name, p.person_key) for p in found if p is not None and approvals.able(connection, p)]
 
 
-def propose(connection: Connection, add: Sequence[str], remove: Sequence[str], above: int = 0) -> Change:
+def propose(connection: Connection, add: Sequence[str], remove: Sequence[str], seen: Iterable[int] = ()) -> Change:
     """Return the change that these names mean.
 
-    Args: `above` the highest version that a node reported. Raises Malformed, NotFound, Denied (``denied.no_role``)
+    Args: `seen` the versions that nodes reported. Raises Malformed, NotFound, Denied (``denied.no_role``)
     or Conflict (``bootstrap``, ``pinned``, ``not_pinned``, ``trust_threshold``, ``signers``).
     """
     held = newest(connection)
@@ -110,7 +112,8 @@ def propose(connection: Connection, add: Sequence[str], remove: Sequence[str], a
     if len(signing(connection, held)) < THRESHOLD:
         raise Conflict("fewer than two pinned officers can sign: nodes would refuse any change", code="signers",
                        next_step="join the nodes again, see docs/runbooks/officers.md")
-    return Change(max(held.version, above) + 1, (*stay, *fresh), tuple(fresh), tuple(gone), held.head)
+    top = max(v for v in (held.version, *seen) if v <= held.version + LOST)
+    return Change(top + 1, (*stay, *fresh), tuple(fresh), tuple(gone), held.head)
 
 
 def _pinned(present: dict[str, Pin], name: str) -> Pin:

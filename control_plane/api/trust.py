@@ -62,10 +62,9 @@ def change(request: Request, caller: SignedIn, body: ChangeBody) -> dict[str, An
     """Ask for a change. Asking changes nothing: two pinned officers must sign exactly this list."""
     parts = parts_of(request)
     caller.require_person()
-    above = max(parts.trust_seen.values(), default=0)
     pass_gate(request, caller, Action.CHANGE_TRUST, Resource("trust", "persons", caller.tenant))
     with reading(parts.engine) as connection:
-        found = trust_change.propose(connection, body.add, body.remove, above)
+        found = trust_change.propose(connection, body.add, body.remove, parts.trust_seen.values())
     with writing(parts.engine) as connection:
         made = approvals.ask(
             connection, kind=approvals.TRUST, body=found.body(), tenant=caller.tenant, asked_by=caller.person, owner="",

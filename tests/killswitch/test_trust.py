@@ -58,6 +58,16 @@ def test_refuses_when_persons_change_without_two_persons(site: Site, old: Trust)
     assert "eve" in replace(old, site.trust(version=2, persons=rows(people), approvals=good)).persons
 
 
+def test_refuses_when_fewer_persons_than_the_threshold_would_stay(site: Site, old: Trust) -> None:
+    """Even two persons cannot put a node back into bootstrap, where the control plane alone adds persons."""
+    one, two = ({p: site.people[p] for p in names} for names in (("ada",), ("ada", "bela")))
+    approvals = [site.trust_approval(p, 2, one) for p in ("ada", "bela")]
+    with pytest.raises(Untrusted, match="below its threshold"):
+        replace(old, site.trust(version=2, persons=rows(one), approvals=approvals))
+    good = [site.trust_approval(p, 2, two) for p in ("ada", "bela")]
+    assert set(replace(old, site.trust(version=2, persons=rows(two), approvals=good)).persons) == {"ada", "bela"}
+
+
 def test_refuses_when_keys_change_or_the_cool_down_shrinks_unapproved() -> None:
     site = Site(cooldown_ms=1000)
     old = first(site.trust())
