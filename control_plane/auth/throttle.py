@@ -72,7 +72,7 @@ def _charge(connection: Connection, limit: Limit, now: int) -> TooMany | None:
     old = rows.throttle_of(connection, limit.key)
     if old is not None and old.locked_us > now:
         return _locked(limit, old.locked_us, now)
-    stale = old is None or old.locked_us > 0 or not 0 <= now - old.window_us < limit.window_s * _SECOND
+    stale = old is None or old.locked_us > 0 or abs(now - old.window_us) >= limit.window_s * _SECOND
     failures = 1 if stale or old is None else old.failures + 1
     window = now if stale or old is None else old.window_us
     locked = now + limit.lock_s * _SECOND if failures > limit.failures else 0
@@ -85,8 +85,8 @@ def charge(engine: Engine, limits: Iterable[Limit]) -> None:
 
     Raises TooMany (429, `retry_after_s`) when one is locked; the charges stay in any case.
     """
-    now = now_us()
     with writing(engine) as connection:
+        now = now_us()  # under the lock: an attempt that waited must not count as before the window
         refusals = [_charge(connection, limit, now) for limit in limits]
     for refusal in refusals:
         if refusal is not None:

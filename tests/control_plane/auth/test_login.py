@@ -361,3 +361,19 @@ def test_throttle_charges_before_it_checks(house: House) -> None:
         return True
 
     assert sum(at_once(40, guess)) == 10
+
+
+def test_an_attempt_that_waited_for_the_lock_opens_no_new_window(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attempts reach the counter in another order than they began; an earlier time must not reset it."""
+    begun = time.time_ns() // 1000
+    times = iter(range(begun, begun - 40, -1))
+    monkeypatch.setattr(throttle, "now_us", lambda: next(times))
+
+    def guess() -> bool:
+        try:
+            throttle.charge(house.engine, (throttle.Limit("code:per_x", 10),))
+        except TooMany:
+            return False
+        return True
+
+    assert sum(guess() for _ in range(40)) == 10
