@@ -107,8 +107,9 @@ def able(connection: Connection, person: people.Person | None) -> bool:
 
 def _pinned(connection: Connection, person: people.Person | None) -> bool:
     """Return whether nodes are told to believe the very key that this person registered."""
-    return person is not None and bool(person.person_key) and bundles.pinned(connection).get(person.id) == (
-        person.person_key)
+    if person is None or not person.person_key:
+        return False
+    return bundles.pinned(connection).get(person.id) == person.person_key
 
 
 def _statement(request: rows.Request, person: str) -> tuple[str, dict[str, Any]]:
@@ -184,6 +185,10 @@ _UNPINNED = "no node knows your person key: only pinned officers sign this"
 
 def why_not(connection: Connection, request: rows.Request, person: str) -> str:
     """Return why this person cannot vote on it, empty when he can (the gate's own reasons apart)."""
+    if request.state != rows.OPEN:
+        return f"it is {request.state}"
+    if now_us() >= request.expires_us:
+        return "it has expired: ask again"
     if person in excluded(connection, request):
         return "you asked for it, own it or gave the stop: another person must vote"
     if not able(connection, people.by_id(connection, person)):

@@ -228,13 +228,15 @@ def test_refuses_when_the_registered_key_is_not_the_pinned_one(trio: House) -> N
 
 
 def test_refuses_when_an_added_persons_key_or_role_changed_after_the_question(trio: House) -> None:
-    for change in ("UPDATE people SET disabled = true WHERE id = :p",
-                   "UPDATE people SET disabled = false, person_key = '' WHERE id = :p"):
+    for change, code in (
+        ("disabled = true", "denied.no_role"), ("person_key = ''", "denied.no_role"),
+        ("person_key = '" + "B" * 43 + "='", "conflict.approval_changed"),
+    ):
         request = asked(trio, add=["opal"])
         assert vote(trio, request, "olga").status_code == 200
         with writing(trio.parts.engine) as connection:
-            connection.execute(text(change), {"p": trio.people["opal"].id})
-        assert code_of(vote(trio, request, "omar")) == "denied.no_role"
+            connection.execute(text(f"UPDATE people SET {change} WHERE id = :p"), {"p": trio.people["opal"].id})
+        assert code_of(vote(trio, request, "omar")) == code
         assert trio.get(f"/api/approvals/{request['request']}", trio.people["olga"]).json()["state"] == "void"
         with writing(trio.parts.engine) as connection:
             connection.execute(text("UPDATE people SET disabled = false, person_key = :k WHERE id = :p"), {

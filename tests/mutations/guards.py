@@ -24,6 +24,7 @@ _I, _ST, _PR, _SC, _DR = (f"sandbox/test_{n}.py::test_" for n in ("init", "start
 _R = "runners/test_"
 _O, _N = "control_plane/test_orders.py::test_", "control_plane/test_node_link.py::test_"
 _C = "cli/test_"
+_TR = "control_plane/test_trust.py::test_refuses_when_"
 
 CORE = [
     # --- kill switch ---
@@ -563,6 +564,49 @@ CORE = [
         "killswitch/test_door.py::test_refuses_when_a_large_answer_could_change_or_another_request_is_large",
         root=True,
     ),
+    # --- trust list ---
+    m(
+        "unpinned officer signs",
+        "control_plane/auth/approvals.py",
+        "    return bundles.pinned(connection).get(person.id) == person.person_key",
+        "    return bool(person.person_key)",
+        _TR + "the_voter_is_administrator_unpinned_or_no_officer",
+    ),
+    m(
+        "unpinned vote counted",
+        "control_plane/auth/approvals.py",
+        "        elif request.kind in SIGNED and not _pinned(connection, person):",
+        "        elif request.kind == LAUNCH:",
+        _TR + "the_voter_is_administrator_unpinned_or_no_officer",
+    ),
+    m(
+        "another trust list signed",
+        "control_plane/auth/approvals.py",
+        "    if verify(value, format_, {key_id(key): key}) != wanted:",
+        "    if not verify(value, format_, {key_id(key): key}):",
+        _TR + "the_signature_is_over_another_list",
+    ),
+    m(
+        "anybody asks for another trust list",
+        "control_plane/api/trust.py",
+        '    pass_gate(request, caller, Action.CHANGE_TRUST, Resource("trust", "persons", caller.tenant))',
+        "    caller.require_scope(Action.CHANGE_TRUST)",
+        _TR + "nobody_who_may_asks",
+    ),
+    m(
+        "supervisor falls back into bootstrap",
+        "killswitch/trust.py",
+        "    if new.bootstrap and not old.bootstrap:",
+        "    if new.version < 1:",
+        "killswitch/test_trust.py::test_refuses_when_fewer_persons_than_the_threshold_would_stay",
+    ),
+    m(
+        "command signs what it did not show",
+        "control_plane/cli/trust.py",
+        '    if statement["persons_digest"] != body.get("persons_digest"):',
+        "    if not statement:",
+        _C + "halt_and_votes.py::test_refuses_when_the_digest_is_of_another_list_than_the_one_shown",
+    ),
 ]
 
 MORE = [
@@ -850,7 +894,7 @@ MORE = [
     m(
         "approver of yesterday",
         "control_plane/auth/approvals.py",
-        "        elif person is None or not _able(connection, person):",
+        "        elif person is None or not able(connection, person):",
         "        elif person is None:",
         _A + "I12_an_approver_who_lost_the_role_does_not_count",
     ),
@@ -878,8 +922,8 @@ MORE = [
     m(
         "resume unsigned",
         "control_plane/auth/approvals.py",
-        '    if body.as_json() != {**request.body, "person": person.id}:',
-        "    if not body:",
+        "    if verify(value, format_, {key_id(key): key}) != wanted:",
+        "    if not verify(value, format_, {key_id(key): key}):",
         _A + "refuses_when_a_resume_is_not_signed_by_the_persons_own_key",
     ),
     m(
@@ -1200,5 +1244,69 @@ MORE = [
         "if False:",
         "killswitch/test_supervisor.py::test_refuses_when_the_cool_down_is_not_over",
         root=True,
+    ),
+    # --- trust list ---
+    m(
+        "trust list published unchecked",
+        "control_plane/trust_change.py",
+        "    accepted = supervisors.replace(supervisors.first(old), new)",
+        "    accepted = supervisors.parse_body(new.body())",
+        _TR + "a_supervisor_would_refuse_the_list",
+    ),
+    m(
+        "trust below the threshold",
+        "control_plane/trust_change.py",
+        "    if len(stay) + len(fresh) < THRESHOLD:",
+        "    if len(stay) + len(fresh) < 0:",
+        _TR + "fewer_than_two_would_stay_pinned",
+    ),
+    m(
+        "trust change that nobody can sign",
+        "control_plane/trust_change.py",
+        "    if len(signing(connection, held)) < THRESHOLD:",
+        "    if len(signing(connection, held)) < 0:",
+        _TR + "two_pinned_officers_cannot_sign",
+    ),
+    m(
+        "anybody is pinned",
+        "control_plane/trust_change.py",
+        "    if not approvals.able(connection, person) or not person.person_key:",
+        "    if not person.person_key:",
+        _TR + "names_are_off",
+    ),
+    m(
+        "key swapped after the question",
+        "control_plane/trust_change.py",
+        '        if _fresh(connection, held, row["name"]).as_json() != row:',
+        '        if not _fresh(connection, held, row["name"]):',
+        _TR + "an_added_persons_key_or_role_changed_after_the_question",
+    ),
+    m(
+        "trust change of another list",
+        "control_plane/trust_change.py",
+        "tuple(fresh), tuple(gone), held.head)",
+        'tuple(fresh), tuple(gone), "")',
+        _TR + "another_change_came_first",
+    ),
+    m(
+        "trust version used twice",
+        "control_plane/trust_change.py",
+        "    top = max(v for v in (held.version, *seen) if v <= held.version + LOST)",
+        "    top = held.version",
+        "control_plane/test_trust.py::test_a_restored_database_never_uses_a_version_twice",
+    ),
+    m(
+        "trust versions skipped",
+        "control_plane/store/bundles.py",
+        "trust_versions.c.version > version).order_by(trust_versions.c.version)",
+        "trust_versions.c.version > version).order_by(-trust_versions.c.version)",
+        "control_plane/test_trust.py::test_a_node_that_slept_gets_each_version_in_turn",
+    ),
+    m(
+        "command signs another key for oneself",
+        "control_plane/cli/trust.py",
+        "    if persons.get(person, public_text(key.public_key())) != public_text(key.public_key()):",
+        "    if not persons:",
+        _C + "halt_and_votes.py::test_refuses_when_the_list_has_another_key_for_the_signer",
     ),
 ]
