@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from control_plane import lifecycle, trust_list
 from control_plane.pager import Pager
 from control_plane.parts import Parts
+from control_plane.store import sessions
 from control_plane.store.db import now_us, reading, writing
 from interlock.errors import Refusal
 from interlock.event import Event, EventType
 
 TICK_S = 0.25
+KEPT_US = 7 * 86_400_000_000
 
 
 def sequence(parts: Parts) -> int:
@@ -50,6 +52,12 @@ def lose_silent(parts: Parts) -> None:
     parts.bell.ring()
 
 
+def forget_dead(parts: Parts) -> None:
+    """Drop what sign-ins left behind a week ago: else anybody who can reach us fills the disk row by row."""
+    with writing(parts.engine) as connection:
+        sessions.forget(connection, now_us() - KEPT_US)
+
+
 @dataclass
 class Job:
     """Something to do every `every_s` seconds."""
@@ -77,6 +85,7 @@ class Ticker:
             Job("tree", 1.0, lambda: sequence(parts)), Job("pager", 0.5, pager.look),
             Job("lost", 5.0, lambda: lose_silent(parts)), Job("trust", 2.0, lambda: grow_trust(parts)),
             Job("streams", 10.0, parts.ledger.watch_streams),
+            Job("sign-ins", 3600.0, lambda: forget_dead(parts)),
         ])
 
     def tick(self) -> None:

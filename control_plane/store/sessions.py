@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, insert, select, update
+from sqlalchemy import Connection, Row, delete, insert, select, update
 
 from control_plane.store.tables import api_keys, sessions, step_ups, throttles
 
@@ -174,3 +174,16 @@ def put_throttle(connection: Connection, throttle: Throttle) -> None:
     done = connection.execute(update(throttles).where(throttles.c.key == throttle.key).values(**values))
     if done.rowcount == 0:
         connection.execute(insert(throttles).values(**vars(throttle)))
+
+
+def forget(connection: Connection, before_us: int) -> int:
+    """Drop counters, proofs and sessions that were last of use before `before_us`; return how many.
+
+    Whoever guesses names makes a row with each; what happened stands in the ledger, not here.
+    """
+    dead = (
+        delete(throttles).where(throttles.c.window_us < before_us, throttles.c.locked_us < before_us),
+        delete(step_ups).where(step_ups.c.at_us < before_us),
+        delete(sessions).where(sessions.c.created_us < before_us, sessions.c.seen_us < before_us),
+    )
+    return sum(connection.execute(statement).rowcount for statement in dead)
