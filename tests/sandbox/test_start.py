@@ -394,6 +394,17 @@ time.sleep(60)
 """
 
 
+def _seen(pid: int) -> str:
+    """Say what a survivor is and where it waits."""
+    found = [str(pid)]
+    for name in ("cmdline", "wchan", "syscall", "stat"):
+        try:
+            found.append(Path(f"/proc/{pid}/{name}").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")[:300])
+        except OSError as error:
+            found.append(str(error))
+    return " | ".join(found)
+
+
 @pytest.mark.parametrize("delay_ms", [0, 5, 15, 25, 40, 60, 80, 100, 130, 400])
 def test_no_survivor_after_the_launcher_is_killed(
     make_profile: MakeProfile, tree: Tree, runtime: Path, delay_ms: int
@@ -420,7 +431,7 @@ def test_no_survivor_after_the_launcher_is_killed(
         end = time.monotonic() + 3
         while group.populated() and time.monotonic() < end:
             time.sleep(0.01)
-        assert group.pids() == []
+        assert group.pids() == [], [_seen(pid) for pid in group.pids()]
     finally:
         launcher.stdout.close()
         put_down(group)
