@@ -8,7 +8,7 @@ are where canonical encoders differ.
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from interlock.errors import Malformed
@@ -18,32 +18,34 @@ _MAX_INT = 2**53 - 1
 _MAX_DEPTH = 16
 
 
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+@lru_cache(maxsize=4096)
+def _good_key(key: str) -> bool:
+    return _KEY.fullmatch(key) is not None
+
+
 def _check(value: object, depth: int) -> None:
+    """Refuse what has no canonical form. The exact types come first: this runs for every record."""
+    kind = type(value)
+    if kind is str or kind is bool or value is None:
+        return
     if depth > _MAX_DEPTH:
         raise Malformed("value is nested too deeply")
-    if value is None or isinstance(value, bool):
-        return
-    if isinstance(value, str):
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError:
-            raise Malformed("text holds a lone surrogate") from None
-        return
-    if isinstance(value, int):
-        if abs(value) > _MAX_INT:
-            raise Malformed("integer is outside ±(2^53-1)")
-        return
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         for key, item in value.items():
-            if not isinstance(key, str) or not _KEY.fullmatch(key):
+            if not isinstance(key, str) or not _good_key(key):
                 raise Malformed("a key is not lower-case ASCII")
             _check(item, depth + 1)
-        return
-    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+    elif isinstance(value, list | tuple):
         for item in value:
             _check(item, depth + 1)
-        return
-    raise Malformed(f"a {type(value).__name__} has no canonical form")
+    elif isinstance(value, int) and not isinstance(value, bool):
+        if abs(value) > _MAX_INT:
+            raise Malformed("integer is outside ±(2^53-1)")
+    elif not isinstance(value, str):
+        raise Malformed(f"a {kind.__name__} has no canonical form")
 
 
 def canonical(value: object) -> bytes:
@@ -52,9 +54,10 @@ def canonical(value: object) -> bytes:
     Raises Malformed on floats, bytes, big integers, lone surrogates and odd keys. Source: RFC 8785.
     """
     _check(value, 0)
-    return json.dumps(
-        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
-    ).encode("utf-8")
+    try:
+        return _ENCODER.encode(value).encode("utf-8")
+    except UnicodeEncodeError:
+        raise Malformed("text holds a lone surrogate") from None
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
