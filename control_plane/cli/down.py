@@ -22,7 +22,7 @@ from control_plane.cli.terminal import Terminal, fields, table
 from interlock.errors import Malformed, NotConfirmed
 from sandbox.cgroup import UNIFIED, Tree
 
-_FILES = ("supervisor.sock", "stop-page", "stop-state.json", "join.json")
+_FILES = ("supervisor.sock", "supervisor.lock", "stop-page", "stop-state.json", "join.json", "signer.json")
 _FOLDERS = ("deadlines", "runs")
 _TREE = "interlock-"
 UMOUNT_S = 10.0
@@ -144,7 +144,10 @@ def take_down(places: Places, terminal: Terminal, *, patience_s: float = 20.0) -
 def down(ctx: typer.Context, state_folder: StateOption = None, runtime: RuntimeOption = None) -> None:
     """End all programs of this machine, kill their runs, remove groups, mounts and sockets. The state stays."""
     here = Invocation.of(ctx)
-    report = take_down(Places.of(state_folder, runtime), here.terminal)
+    places = Places.of(state_folder, runtime)
+    if not places.site_file.exists():
+        here.terminal.note(f"there is no site in {places.state}; name another with --state")
+    report = take_down(places, here.terminal)
     shown = [(p["name"], p["pid"] or None, p["how"]) for p in report["programs"]]
     here.terminal.result(report, table("", ["program", "pid", "ended"], shown),
                          fields({k: report[k] for k in ("groups", "mounts", "files")}))

@@ -58,6 +58,24 @@ def cell(value: object) -> str:
     return clean(value, keep="\n")
 
 
+# What helps with a kind of refusal whose sender named nothing better.
+_STEPS = {
+    "usage": "interlock COMMAND --help",
+    "malformed": "correct what was given, and try again",
+    "untrusted": "sign in again: interlock login NAME",
+    "denied": "interlock why ID says which rule decided and who can grant what is missing",
+    "not_found": "look at what there is: interlock runs, approvals, stops, nodes, keys list",
+    "conflict": "look at what is there already, then decide which of the two you want",
+    "stopped": "interlock stops says which order; two officers resume it",
+    "unavailable": "interlock doctor",
+    "stale": "interlock status",
+    "not_recorded": "interlock doctor; nothing runs while no record can be written",
+    "layer_missing": "interlock doctor says what this host lacks and how to get it",
+    "not_confirmed": "on the node: python -I -m killswitch status",
+    "too_many": "wait a little and try again",
+}
+
+
 class Terminal:
     """Stdout for results, stderr for progress and refusals. Secrets are shown only where a command says so."""
 
@@ -98,7 +116,8 @@ class Terminal:
             yield
 
     def refuse(self, refusal: Refusal) -> int:
-        """Show a refusal on stderr (with `--json` also as an object on stdout); return the exit status."""
+        """Show a refusal on stderr (with `--json` as an object on stdout instead); return the exit status."""
+        refusal.next_step = refusal.next_step or _STEPS.get(refusal.code.partition(".")[0], "interlock --help")
         if self.as_json:
             sys.stdout.write(json.dumps({"error": refusal.as_json()}, ensure_ascii=False) + "\n")
             sys.stdout.flush()

@@ -23,7 +23,7 @@ from control_plane.cli.invocation import Invocation, RuntimeOption, StateOption
 from control_plane.cli.owners import Owner
 from control_plane.cli.programs import CONTROL, NODE, SUPERVISOR, Places, module
 from control_plane.cli.terminal import Terminal, fields, state, table
-from interlock.errors import Conflict, Malformed, Refusal, Unavailable, Usage
+from interlock.errors import Conflict, Malformed, NotFound, Refusal, Unavailable, Usage
 from interlock.keyfile import write_private
 from sandbox.profile import HIDDEN
 
@@ -355,6 +355,9 @@ def bootstrap(
     """Make the one-time link of the first administrator. It is shown here and nowhere else."""
     here = Invocation.of(ctx)
     places = Places.of(state_folder, runtime)
+    if not places.site_file.exists():
+        raise NotFound(f"there is no site in {places.state}", code="site",
+                       next_step="start it with: interlock up, or name it with --state")
     control = owners.owner(owners.CONTROL_USER) if os.geteuid() == 0 else None
     words = ["--recover"] if recover else []
     said = programs.ask(control_argv(places, control, "bootstrap", *words), what="bootstrap")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from stage import Stage, StepFailed  # noqa: E402 - the folder of this file comes first
+from stage import Stage, StepFailed, Walking  # noqa: E402 - the folder of this file comes first
 from walk import STEPS, Cast  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,9 +21,13 @@ def main() -> int:
     """Walk all steps; return 0 when each one held."""
     leaves = os.environ.get("DEMO_EXIT") == "1"
     stage = Stage(ROOT, Path(os.environ.get("DEMO_STATE") or ROOT / ".demo").absolute())
-    code = 1
     try:
         stage.replace_previous()
+    except (Walking, StepFailed) as failure:
+        stage.say(str(failure))
+        return 1
+    code = 1
+    try:
         cast = Cast(stage)
         for title, step in STEPS:
             stage.step(title, lambda step=step: step(cast))

@@ -1,6 +1,7 @@
 """What the demo stands on: the command, its answers, the phones of its people, the table at the end."""
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -25,6 +26,10 @@ STEP_S = 30
 
 class StepFailed(Exception):
     """A step did not show what it should have shown."""
+
+
+class Walking(Exception):
+    """Another demo walks in the same folder."""
 
 
 @dataclass
@@ -68,6 +73,7 @@ class Stage:
     folder: Path
     lines: list[Line] = field(default_factory=list)
     people_url: str = ""
+    lock: int = -1
     began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -176,13 +182,23 @@ class Stage:
 
     # --- beginning and end -------------------------------------------------------------------------
     def replace_previous(self) -> None:
-        """Stop what an earlier demo left running, and forget it."""
+        """Stop what an earlier demo left running, and forget it; one that still walks is left alone."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Walking(f"another demo walks in {self.folder}; wait for it, or name another folder: "
+                          f"make demo DEMO_STATE=/some/folder") from None
         if self.state.exists():
             self.say("an earlier demo is stopped and replaced")
             self.must("down", *self.where)
-        if self.folder.exists():
-            shutil.rmtree(self.folder)
-        (self.folder / "home").mkdir(parents=True)
+        for item in self.folder.iterdir():
+            if item.is_dir() and not item.is_symlink():
+                shutil.rmtree(item)
+            else:
+                item.unlink()
+        (self.folder / "home").mkdir()
         self.folder.chmod(0o755)
         (self.folder / "home").chmod(0o700)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from control_plane.cli import down
+from control_plane.cli.command import execute
 from control_plane.cli.programs import Places
 from control_plane.cli.terminal import Terminal
 from interlock.errors import Malformed
@@ -32,17 +33,30 @@ def _note(places: Places, paths: object) -> None:
 
 
 def test_down_is_idempotent(places: Places) -> None:
-    (places.runtime / "supervisor.sock").touch()
+    for name in ("supervisor.sock", "supervisor.lock"):
+        (places.runtime / name).touch()
     (places.runtime / "runs" / "r.1").mkdir(parents=True)
     (places.runtime / "somebody-elses").touch()
     first = down.take_down(places, Terminal(True))
-    assert (first["groups"], first["mounts"], first["files"]) == (0, 0, 2)
+    assert (first["groups"], first["mounts"], first["files"]) == (0, 0, 3)
     assert [p.name for p in places.runtime.iterdir()] == ["somebody-elses"]
     (places.runtime / "somebody-elses").unlink()
     assert down.take_down(places, Terminal(True))["files"] == 0
     assert not places.runtime.exists()
     assert down.take_down(places, Terminal(True))["files"] == 0
     assert {p["how"] for p in first["programs"]} == {"was not running"}
+
+
+def test_a_state_that_is_not_there_is_said_and_not_made(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A mistyped --state must not look like a site that was ended."""
+    nowhere = tmp_path / "s"
+    assert execute(["down", "--state", str(nowhere)]) == 0
+    assert "there is no site in" in capfd.readouterr().err
+    assert execute(["--json", "bootstrap", "--state", str(nowhere)]) == 1
+    error = json.loads(capfd.readouterr().out)["error"]
+    assert error["code"] == "not_found.site"
+    assert "interlock up" in error["next_step"]
+    assert not nowhere.exists()
 
 
 @pytest.mark.parametrize("paths", [

@@ -11,13 +11,14 @@ import pytest
 from control_plane.cli.command import execute
 from control_plane.cli.invocation import hoist
 from control_plane.cli.profile import Profile
-from control_plane.cli.terminal import clean, exit_status
+from control_plane.cli.terminal import Terminal, clean, exit_status
 from interlock.errors import (
     ApprovalRequired,
     Denied,
     Halted,
     LayerMissing,
     NotConfirmed,
+    Refusal,
     Stale,
     Unavailable,
     Untrusted,
@@ -88,6 +89,18 @@ def test_a_refusal_for_people_has_code_sentence_and_next_step(capfd: pytest.Capt
     err = capfd.readouterr().err
     assert "[untrusted.session] you are not signed in" in err
     assert "next step: interlock login" in err
+
+
+def test_every_kind_of_refusal_has_a_next_step(capfd: pytest.CaptureFixture[str]) -> None:
+    """A sender that knows a better one is not overruled."""
+    kinds = [Refusal]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    for kind in kinds:
+        Terminal(True).refuse(kind("x"))
+        assert json.loads(capfd.readouterr().out)["error"]["next_step"], kind
+    Terminal(True).refuse(Denied("x", next_step="ask ada"))
+    assert json.loads(capfd.readouterr().out)["error"]["next_step"] == "ask ada"
 
 
 def test_the_command_isolates_itself_from_a_hostile_folder(tmp_path: Path) -> None:
