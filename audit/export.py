@@ -6,7 +6,6 @@ by whoever asks for it. Page: docs/formats/export.md.
 """
 
 import base64
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from audit.ledger import Ledger, Row, SignedHead
 from audit.verify import FORMAT, MAX_BYTES, pack, sha256
 from interlock.canon import canonical
+from interlock.durable import write_new
 from interlock.errors import Conflict, Malformed, Unavailable
 
 _PAGE = 1000
@@ -83,18 +83,9 @@ def export(ledger: Ledger, out: Path, *, filters: Mapping[str, str] | None = Non
     """Write an export to the new file `out` (0600) and return it; raises as build(), Conflict, Unavailable."""
     data = build(ledger, filters)
     try:
-        fd = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        write_new(out, data)
     except FileExistsError:
         raise Conflict(f"{out} exists already", code="file", next_step="choose another name") from None
     except OSError as error:
-        raise Unavailable(f"cannot write {out}: {error.strerror}", code="file") from None
-    try:
-        with os.fdopen(fd, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-    except OSError as error:
-        out.unlink(missing_ok=True)
-        raise Unavailable(f"cannot write {out}: {error.strerror}", code="file",
-                          next_step="free space") from None
+        raise Unavailable(f"cannot write {out}: {error.strerror}", code="file", next_step="free space") from None
     return out

@@ -19,7 +19,7 @@ from control_plane.store.versions import upgrade
 from interlock import origin
 from interlock.errors import Malformed, Refusal, Unavailable
 from interlock.event import Event, EventType
-from interlock.keyfile import read_ed25519
+from interlock.keyfile import read_ed25519, write_private
 
 PACKAGES = ("control_plane", "policy", "audit", "killswitch", "migrations")
 
@@ -125,7 +125,8 @@ def do_join_file(words: argparse.Namespace, state: Path) -> None:
     finally:
         engine.dispose()
     path = found.places.control / f"join-{words.node}.json"
-    serve.private_file(path, made)
+    path.unlink(missing_ok=True)  # an older one, whose secret is another
+    write_private(path, json.dumps(made).encode())
     print(path, flush=True)
 
 

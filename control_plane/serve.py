@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import uvicorn
 
@@ -143,11 +142,3 @@ async def _started(servers: list[Listener], tasks: list[asyncio.Task[None]]) -> 
 def say(error: dict[str, object]) -> None:
     """Print a refusal at start on stderr as one JSON object."""
     print(json.dumps({"error": error}), file=sys.stderr, flush=True)  # noqa: T201
-
-
-def private_file(path: Path, value: dict[str, str]) -> None:
-    """Write a JSON secret to a new 0600 file, replacing an older one."""
-    path.unlink(missing_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "w") as out:
-        json.dump(value, out)

@@ -4,16 +4,16 @@ A private signing key never travels: this file signs locally and sends only the 
 """
 
 import base64
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from control_plane.cli.invocation import Invocation
+from control_plane.cli.new_file import write_new
 from control_plane.cli.terminal import cell, fields, table, when
 from interlock.canon import digest_bytes
-from interlock.errors import Conflict, Malformed, Unavailable
+from interlock.errors import Malformed, Unavailable
 from interlock.keyfile import read_ed25519
 from interlock.signed import key_id, public_from_text
 
@@ -26,18 +26,6 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise Unavailable(f"cannot read {path}: {error.strerror}", code="file") from None
-
-
-def _write_new(path: Path, data: bytes) -> None:
-    """Write a file that did not exist; a bundle is never replaced in place."""
-    try:
-        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
-    except FileExistsError:
-        raise Conflict(f"{path} exists already", code="file", next_step="name another --out") from None
-    except OSError as error:
-        raise Unavailable(f"cannot write {path}: {error.strerror}", code="file") from None
-    with os.fdopen(target, "wb") as out:
-        out.write(data)
 
 
 @policy.command()
@@ -88,7 +76,7 @@ def pack(
 
     here = Invocation.of(ctx)
     archive = make(folder, version=version, life_days=days)
-    _write_new(out, archive)
+    write_new(out, archive, 0o644)
     here.terminal.result({"file": str(out), "sha256": digest_bytes(archive), **describe(archive)})
 
 
@@ -108,7 +96,7 @@ def sign(
     archive = make(source, life_days=days) if source.is_dir() else _read(source)
     for path in key:
         archive = sign_archive(archive, read_ed25519(path))
-    _write_new(out, archive)
+    write_new(out, archive, 0o644)
     found = describe(archive)
     manifest = found["manifest"]
     here.terminal.result({"file": str(out), "sha256": digest_bytes(archive), **found}, fields({

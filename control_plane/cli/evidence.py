@@ -1,16 +1,16 @@
 """`interlock audit`: records, signed head, export; `verify` works offline with a pinned key."""
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from control_plane.cli.invocation import Invocation
+from control_plane.cli.new_file import write_new
 from control_plane.cli.people_api import rows
 from control_plane.cli.terminal import fields, state, table, when
 from interlock.canon import digest_bytes
-from interlock.errors import Conflict, Unavailable
+from interlock.errors import Unavailable
 
 audit = typer.Typer(no_args_is_help=True, help="Evidence: what was recorded, and the proof that nothing was changed.")
 _EXIT = {"ok": 0, "tampered": 1, "incomplete": 2}
@@ -49,14 +49,7 @@ def export(ctx: typer.Context, out: Annotated[Path, typer.Argument(help="The new
     here = Invocation.of(ctx)
     with here.terminal.wait("builds the export"):
         data = here.api().send("POST", "/api/audit/exports", wait_s=60, json={}).content
-    try:
-        target = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    except FileExistsError:
-        raise Conflict(f"{out} exists already", code="file") from None
-    except OSError as error:
-        raise Unavailable(f"cannot write {out}: {error.strerror}", code="file") from None
-    with os.fdopen(target, "wb") as stream:
-        stream.write(data)
+    write_new(out, data)
     here.terminal.result({"file": str(out), "bytes": len(data), "sha256": digest_bytes(data)})
 
 

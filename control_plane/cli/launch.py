@@ -5,7 +5,6 @@ that it stores: a byte that differs between the two makes the proof worthless.
 """
 
 import base64
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import typer
 
 from control_plane.cli import secret_input
 from control_plane.cli.invocation import Invocation
+from control_plane.cli.new_file import write_new
 from control_plane.cli.people_api import PeopleApi, rows
 from control_plane.cli.terminal import clean
 from interlock.call import Action
@@ -223,9 +223,7 @@ def save_files(api: PeopleApi, run: str, folder: Path) -> list[dict[str, Any]]:
         data = api.send("GET", f"/api/runs/{quote(run)}/files/{quote(name)}").content
         if row.get("digest") and row["digest"] != digest_bytes(data):
             raise Malformed(f"{clean(name)} does not match its recorded digest", code="digest")
-        target = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(target, "wb") as out:
-            out.write(data)
+        write_new(folder / name, data)
         saved.append({"name": name, "bytes": len(data), "digest": digest_bytes(data), "path": str(folder / name)})
     return saved
 
