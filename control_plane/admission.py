@@ -21,11 +21,11 @@ from control_plane.scheduler import choose
 from control_plane.store import approvals as requests
 from control_plane.store import runs
 from control_plane.store.db import reading
-from interlock.call import Resource
 from interlock.errors import ApprovalRequired, NotFound
-from interlock.order import Dataset, Labels, LaunchOrder, Plan
+from interlock.order import Labels, LaunchOrder, Plan
 from interlock.permit import Permit
 from interlock.tier import PROFILES
+from interlock.touched import resource_of
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,6 @@ class Requester:
     subject: str
     person: str
     tenant: str
-
-
-def resource_of(plan: Plan) -> Resource:
-    """Return what a launch is about: the model when the plan names one, else the pool."""
-    kind, name = ("model", plan.model) if plan.model else ("pool", plan.pool)
-    return Resource(kind, name, plan.tenant, plan.tier)
-
-
-def dataset_of(plan: Plan, dataset: Dataset) -> Resource:
-    """Return a dataset as a resource; policy knows it by its path."""
-    return Resource("dataset", dataset.path.strip("/"), plan.tenant, plan.tier)
 
 
 def require_code(connection: Connection, plan: Plan) -> None:

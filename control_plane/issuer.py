@@ -21,12 +21,13 @@ from control_plane.signing import Signers
 from control_plane.standing import Standing
 from control_plane.store import runs
 from control_plane.store.db import now_us, writing
-from interlock.call import Action, new_id, number, text
+from interlock.call import new_id, number, text
 from interlock.errors import Denied, Malformed
 from interlock.order import Labels, LaunchOrder, Lease, Plan
 from interlock.permit import Permit
 from interlock.signed import GRANT, LEASE, Signed, sign
 from interlock.tier import PROFILES
+from interlock.touched import action_of
 
 GRANT_LIFE_US = 60_000_000
 
@@ -53,7 +54,7 @@ def place(
     transaction (approvals). Raises Halted (a stop, also one that came in between),
     Stale or Unavailable (nothing is granted now), Untrusted (the permit).
     """
-    action = Action.RESTART if placement.attempt > 1 else Action.LAUNCH
+    action = action_of(placement.attempt)
     with writing(desk.engine) as connection:
         standing = desk.granting(connection)
         refuse_if_stopped(standing, placement.labels)
@@ -129,7 +130,7 @@ def _why_not(connection: Connection, standing: Standing, row: Row[Any] | None) -
         return "stopped.order"
     if standing.permit_too_old(row.epoch, labels):
         return "stopped.epoch"
-    if row.state in runs.OVER:
+    if row.state in runs.OVER or row.outcome:
         return "conflict.over"
     if row.live_us == 0 and now_us() - row.granted_us > GRANT_LIFE_US:
         return "conflict.grant_expired"

@@ -7,8 +7,9 @@ bundle, its snapshot, its spool. Either can say no.
 from dataclasses import dataclass
 
 from interlock.call import Action, Call, Resource, Subject
-from interlock.order import Dataset, LaunchOrder
+from interlock.order import LaunchOrder
 from interlock.permit import Permit
+from interlock.touched import action_of, dataset_of, resource_of
 from policy.gate import Gate
 from runners.station import Station
 
@@ -19,23 +20,6 @@ class Admitted:
 
     launch: Permit
     data: dict[str, Permit]
-
-
-def resource_of(order: LaunchOrder) -> Resource:
-    """Return what a launch is about: the model when the plan names one, else the pool."""
-    labels, plan = order.labels, order.plan
-    kind, name = ("model", plan.model) if plan.model else ("pool", plan.pool)
-    return Resource(kind, name, plan.tenant, plan.tier, labels.lineage)
-
-
-def dataset_of(order: LaunchOrder, dataset: Dataset) -> Resource:
-    """Return a dataset as a resource: policy knows it by its path, the name is the requester's choice."""
-    return Resource("dataset", dataset.path.strip("/"), order.plan.tenant, order.plan.tier)
-
-
-def action_of(order: LaunchOrder) -> Action:
-    """Return launch for a first attempt, restart for a later one."""
-    return Action.LAUNCH if order.attempt == 1 else Action.RESTART
 
 
 def _call(order: LaunchOrder, action: Action, resource: Resource) -> Call:
@@ -52,9 +36,10 @@ def ask(station: Station, order: LaunchOrder) -> Admitted:
     )
     facts = station.entitlements.facts(order)
     data = {
-        d.name: gate.ask(_call(order, Action.READ_DATA, dataset_of(order, d)), facts)
+        d.name: gate.ask(_call(order, Action.READ_DATA, dataset_of(order.plan, d)), facts)
         for d in order.plan.datasets
     }
     # last, so that the few seconds of its life are not spent on the others
-    launch = gate.ask(_call(order, action_of(order), resource_of(order)), facts)
+    about = resource_of(order.plan, order.labels.lineage)
+    launch = gate.ask(_call(order, action_of(order.attempt), about), facts)
     return Admitted(launch, data)

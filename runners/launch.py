@@ -16,7 +16,8 @@ from interlock.durable import write_over
 from interlock.errors import Malformed, Untrusted
 from interlock.leash import RUN_ENV
 from interlock.order import Dataset, LaunchOrder, Plan
-from runners.admission import Admitted, action_of, dataset_of, resource_of
+from interlock.touched import action_of, dataset_of, resource_of
+from runners.admission import Admitted
 from runners.broker_line import doorway
 from runners.dataset import within
 from runners.run_uid import with_uid
@@ -88,12 +89,12 @@ def check(permits: Admitted, order: LaunchOrder, epoch: int) -> None:
 
     Raises Untrusted (``untrusted.permit``) or Halted (``stopped.epoch``).
     """
-    permits.launch.check(action_of(order), resource_of(order).path, epoch=epoch)
+    permits.launch.check(action_of(order.attempt), resource_of(order.plan).path, epoch=epoch)
     for dataset in order.plan.datasets:
         permit = permits.data.get(dataset.name)
         if permit is None:
             raise Untrusted("a dataset has no permit", code="permit")
-        permit.check(Action.READ_DATA, dataset_of(order, dataset).path, epoch=epoch)
+        permit.check(Action.READ_DATA, dataset_of(order.plan, dataset).path, epoch=epoch)
 
 
 def start(permit: Admitted, order: LaunchOrder, station: Station, group: Group, page: Path, code: str) -> Launched:

@@ -22,6 +22,7 @@ from interlock.errors import ApprovalRequired, Conflict, Halted, Malformed, NotF
 from interlock.event import Event, EventType
 from interlock.order import Plan
 from interlock.tier import Tier
+from interlock.touched import dataset_of, resource_of
 
 router = APIRouter()
 MAX_CODE = 1 << 20
@@ -94,7 +95,7 @@ def _launch(request: Request, parts: Parts, caller: Caller, plan: Plan, run: str
     who, bound, wanted = requester(caller), plan.digest(), body.approval or ""
     with reading(parts.engine) as connection:
         persons = admission.approvers(connection, wanted, plan, who)
-    resource, proof = admission.resource_of(plan), shown_proof(request, caller, body.step_up, Action.LAUNCH, bound)
+    resource, proof = resource_of(plan), shown_proof(request, caller, body.step_up, Action.LAUNCH, bound)
     facts = facts_of(request, caller, approvals=len(persons), proof=proof)
     try:
         _allowed(request, caller, plan, run, len(persons))
@@ -120,7 +121,7 @@ def _launch(request: Request, parts: Parts, caller: Caller, plan: Plan, run: str
 def _allowed(request: Request, caller: Caller, plan: Plan, run: str, given: int) -> None:
     """Ask the gate for every dataset; a launch that reads what it may not is no launch."""
     for dataset in plan.datasets:
-        pass_gate(request, caller, Action.READ_DATA, admission.dataset_of(plan, dataset), bound=plan.digest(), run=run,
+        pass_gate(request, caller, Action.READ_DATA, dataset_of(plan, dataset), bound=plan.digest(), run=run,
                   approvals=given)
 
 
@@ -153,7 +154,7 @@ def restart(request: Request, caller: SignedIn, run: Id, body: RestartBody | Non
     who = Requester(row.subject, row.owner, row.tenant)
     labels = _prepared(parts, caller, plan, who, run)
     step_up = body.step_up if body else None
-    permit = pass_gate(request, caller, Action.RESTART, admission.resource_of(plan), bound=plan.digest(), run=run,
+    permit = pass_gate(request, caller, Action.RESTART, resource_of(plan), bound=plan.digest(), run=run,
                        step_up=step_up, own=True)
     facts = facts_of(request, caller)
     told = {"roles": sorted(facts.roles), "mfa_age_ms": facts.mfa_age_ms, "mfa_bound": "", "approvals": []}

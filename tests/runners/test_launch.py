@@ -10,8 +10,9 @@ from interlock.call import Action
 from interlock.errors import Denied, Halted, LayerMissing
 from interlock.order import Dataset
 from interlock.permit import boottime_ms, issue
+from interlock.touched import resource_of
 from runners import launch
-from runners.admission import Admitted, resource_of
+from runners.admission import Admitted
 from runners.folders import Folders
 from runners.survey import Survey
 from sandbox import layers, uids
@@ -50,7 +51,7 @@ class Ground:
 
     def start(self, made=None):
         made = made or self.order
-        permit = issue(call="c", action=Action.LAUNCH, resource=resource_of(made).path, run=made.run, epoch=0,
+        permit = issue(call="c", action=Action.LAUNCH, resource=resource_of(made.plan).path, run=made.run, epoch=0,
                        expires_ms=boottime_ms() + 5000, record="r")
         return launch.start(Admitted(permit, {}), made, self.station, self.group, self.page, "")  # type: ignore
 

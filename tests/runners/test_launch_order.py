@@ -12,7 +12,8 @@ from interlock.permit import boottime_ms, issue
 from interlock.signed import GRANT, LEASE, key_id, sign
 from interlock.tier import Tier
 from runners import dataset, launch, launch_order
-from runners.admission import Admitted, action_of, dataset_of, resource_of
+from interlock.touched import action_of, dataset_of, resource_of
+from runners.admission import Admitted
 from runners.launch_order import UsedOrders
 from tests.runners.programs import order
 from tests.runners.simulator import Site
@@ -70,8 +71,8 @@ def _permits(made: LaunchOrder, **change: object) -> Admitted:
         fields = {"call": "c", "run": made.run, "expires_ms": boottime_ms() + 5000, "epoch": 7, "record": "r", **more}
         return issue(action=action, resource=resource, **fields)  # type: ignore[arg-type]
 
-    data = one(Action.READ_DATA, dataset_of(made, made.plan.datasets[0]).path)
-    return Admitted(one(action_of(made), resource_of(made).path, **change), {"d": data})
+    data = one(Action.READ_DATA, dataset_of(made.plan, made.plan.datasets[0]).path)
+    return Admitted(one(action_of(made.attempt), resource_of(made.plan).path, **change), {"d": data})
 
 
 def test_refuses_when_the_permit_is_off_right_before_the_effect(made):
