@@ -157,7 +157,9 @@ def ended(sup: Supervisor, name: str) -> dict[str, Any]:
     """End an attempt by the same ladder and wait for the proof; raises NotFound."""
     with sup.lock:
         run = sup.run(name)
-        sup.end(run, "ended")
+        # Who asks after a hang may be faster than our own look at the deadline: the reason stays the true one.
+        late = run.leash is not None and boottime_ms() >= run.leash.deadline_ms
+        sup.end(run, "lease" if late else "ended")
     result = sup.await_gone(run)
     return {"result": result.value, "why": run.why, "missing": run.missing}
 

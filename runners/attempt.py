@@ -198,12 +198,16 @@ class Attempt:
             return
         launched.disk.tidy(launched.profile)
         harvest = collector.collect(launched.disk.work, self._order.plan.output_mb << 20)
-        folder = self._courier.folder / FILES
-        folder.mkdir(mode=0o700, exist_ok=True)
-        for file in harvest.files:
-            write_over(folder / file.name, file.data, 0o600)
-            outcome.files.append({"name": file.name, "digest": file.digest, "bytes": len(file.data)})
         outcome.skipped = [{"name": n, "why": w} for n, w in harvest.skipped]
+        folder = self._courier.folder / FILES
+        for file in harvest.files:
+            try:
+                folder.mkdir(mode=0o700, exist_ok=True)
+                write_over(folder / file.name, file.data, 0o600)
+            except OSError as error:  # a full disk costs the file, not the report of the run
+                outcome.skipped.append({"name": file.name, "why": f"the node's disk: {error.strerror}"})
+                continue
+            outcome.files.append({"name": file.name, "digest": file.digest, "bytes": len(file.data)})
 
     def _take_away(self, launched: Launched, result: str) -> None:
         """Remove socket, mounts and descriptors; the uid is used again only after proof."""

@@ -42,6 +42,7 @@ class Courier(threading.Thread):
         self._lock = threading.Lock()
         self._states: list[dict[str, Any]] = []
         self._offset, self._lost_output = 0, False
+        self._final: dict[str, Any] | None = None
         self._end = threading.Event()
 
     def tell(self, body: dict[str, Any]) -> None:
@@ -51,8 +52,12 @@ class Courier(threading.Thread):
         self.grown.set()
 
     def finish(self, final: dict[str, Any]) -> None:
-        """Keep the last report durably; the folder goes when all of it has arrived."""
-        write_over(self.folder / FINAL, canonical(final), 0o600)
+        """Keep the last report durably; the folder goes when all of it has arrived. On a full disk it is kept in
+        memory: should this program die first, the next one says that the attempt ended with its node."""
+        try:
+            write_over(self.folder / FINAL, canonical(final), 0o600)
+        except OSError:
+            self._final = final
         self.grown.set()
 
     def end(self) -> None:
@@ -65,7 +70,8 @@ class Courier(threading.Thread):
         while not self._end.is_set():
             self.grown.wait(BEAT_S)
             self.grown.clear()
-            over = (self.folder / FINAL).exists()  # looked at first: what is there now belongs to it
+            # looked at first: what is there now belongs to it
+            over = self._final is not None or (self.folder / FINAL).exists()
             if self._try() and over:
                 self._try_last()
             if self.delivered.is_set():
@@ -110,7 +116,7 @@ class Courier(threading.Thread):
             if not self._sent(partial(self._send_file, path)):
                 return
             path.unlink()
-        final = json.loads((self.folder / FINAL).read_bytes())
+        final = self._final or json.loads((self.folder / FINAL).read_bytes())
         if self._sent(lambda: self._upstream.state(self._run, self._attempt, final)):
             remove(self.folder)
             self.delivered.set()

@@ -49,20 +49,37 @@ class UsedOrders:
     """The ids of launch orders that were ever begun here, one file each.
 
     `use` returns only when the name is durable, and before anything else is done with the order: whatever
-    crashes afterwards, the order is spent.
+    crashes afterwards, the order is spent. Each file says which attempt it was and in which boot.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, boot: str) -> None:
+        self._folder, self._boot = folder, boot
 
-    def use(self, order_id: str) -> None:
-        """Spend the id; raises Conflict (``conflict.launch_order_used``) when it was spent before."""
+    def forget(self, books: Path) -> int:
+        """Drop ids of earlier boots whose attempt stands in the supervisor's `books`; return how many.
+
+        The supervisor refuses those attempts by itself, for ever, so the id guards nothing any more. No clock
+        is asked: one that was set wrong must not give a spent order back.
+        """
+        gone = 0
+        for path in self._folder.iterdir():
+            boot, _, name = path.read_text().partition(" ")
+            if name and "/" not in name and boot != self._boot and (books / f"{name}.json").is_file():
+                path.unlink()
+                gone += 1
+        return gone
+
+    def use(self, order: LaunchOrder) -> None:
+        """Spend its id; raises Conflict (``conflict.launch_order_used``) when it was spent before."""
         try:
-            fd = os.open(self._folder / order_id, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fd = os.open(self._folder / order.id, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError:
             raise Conflict(
                 "this launch order was used before", code="launch_order_used",
                 next_step="restart the run: that makes a new launch order",
             ) from None
-        os.close(fd)
+        with os.fdopen(fd, "w") as file:
+            file.write(f"{self._boot} {order.run}.{order.attempt}")
+            file.flush()
+            os.fsync(file.fileno())
         sync_folder(self._folder)

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from audit.spool import Spool
-from interlock.errors import Conflict, Refusal, Unavailable
+from interlock.errors import Conflict, NotFound, Refusal, Unavailable
 from interlock.event import Event, EventType
 from interlock.order import LaunchOrder, Result
 from interlock.signed import Signed
@@ -26,6 +26,7 @@ from killswitch.store import boot_id
 from runners import courier, launch_order
 from runners.attempt import Attempt
 from runners.broker_line import BrokerLine
+from runners.code_files import CodeFiles
 from runners.courier import FINAL, Courier
 from runners.deadline import Watcher
 from runners.entitlements import Entitlements
@@ -59,7 +60,8 @@ class Node:
         self.supervisor = Supervisor(found.socket)
         _await_supervisor(self.supervisor)
         self.spool = Spool(found.node / "spool", self.upstream.node, "launcher")
-        self.used = launch_order.UsedOrders(found.node / "used-orders")
+        self.used = launch_order.UsedOrders(found.node / "used-orders", boot_id())
+        self.code = CodeFiles(found.node / "code")
         self.pinned = Pinned(found)
         self.survey = Survey(layers.this_host(), found, roots, pool, self.spool.record, self.upstream.node)
         self.watcher = Watcher()
@@ -121,16 +123,26 @@ class Node:
                 if ended["result"] != Result.CONFIRMED.value:
                     keep.add(f"{run['run']}.{run['attempt']}")
         work.remove_leftovers(self.folders.runtime, frozenset(keep))
+        self.used.forget(self.folders.supervisor / "runs")
 
     def _take_up(self) -> None:
-        """Deliver what an earlier node program did not: its runs are dead, their outcome is that they died."""
+        """Deliver what an earlier node program did not: its runs are over, and how far that is proven."""
         for folder, run, attempt in courier.left_behind(self.folders.work):
             carrier = self._courier(folder, run, attempt)
             if not (folder / FINAL).exists():
                 outcome = {"exit": None, "signal": None, "timed_out": False, "truncated_bytes": 0,
-                           "result": Result.CONFIRMED.value, "why": "node_restarted"}
+                           "result": self._proof(run, attempt), "why": "node_restarted"}
                 self._incident("node_restarted", {"run": run})
                 carrier.finish({"state": "ended", "outcome": outcome})
+
+    def _proof(self, run: str, attempt: int) -> str:
+        """Return the supervisor's word on an attempt of an earlier node program; no answer is no proof."""
+        try:
+            return str(self.supervisor.ask("ended", run=run, attempt=attempt)["result"])
+        except NotFound:  # it was never admitted, or the supervisor's own sweep ended it
+            return Result.CONFIRMED.value
+        except Refusal:
+            return Result.NOT_CONFIRMED.value
 
     def _courier(self, folder: Path, run: str, attempt: int) -> Courier:
         def complain(refusal: Refusal) -> None:
@@ -175,10 +187,13 @@ class Node:
             self._incident("launch_order", {"refused": refusal.code})
             return True
         try:
-            self.used.use(order.id)
+            self.used.use(order)
             folder = _begin(self.folders.work, order)
         except Refusal as refusal:
             self._refuse(order, refusal)
+            return True
+        except OSError as error:  # nothing was begun; this thread must go on taking orders
+            self._refuse(order, _no_room(error))
             return True
         thread = threading.Thread(target=self._carry_out, args=(signed, order, folder), name=order.run, daemon=True)
         self._threads = [t for t in self._threads if t.is_alive()] + [thread]
@@ -193,14 +208,19 @@ class Node:
 
     def _carry_out(self, signed: Signed, order: LaunchOrder, folder: Path) -> None:
         carrier = self._courier(folder, order.run, order.attempt)
+        self.code.hold(order)
         try:
             Attempt(self.station, signed, order, carrier).carry_out()
-        except Exception:  # a fault of ours must end the run, not leave it without a launcher
+        except Exception as error:  # a fault of ours must end the run, not leave it without a launcher
             traceback.print_exc()
             with suppress(Refusal):
                 self.supervisor.ask("ended", run=order.run, attempt=order.attempt)
             fault = Unavailable("the launcher failed", code="launcher", next_step="see the node's standard error")
+            if isinstance(error, OSError):
+                fault = _no_room(error)
             carrier.finish({"state": "refused", "error": fault.as_json()})
+        finally:
+            self.code.release(order)
         self._couriers = [c for c in self._couriers if not c.delivered.is_set()]
 
     # --- end --------------------------------------------------------------------------------------------
@@ -234,6 +254,12 @@ def _begin(folder: Path, order: LaunchOrder) -> Path:
         return courier.begin(folder, order.run, order.attempt)
     except FileExistsError:
         raise Conflict("this attempt was begun before", code="attempt") from None
+
+
+def _no_room(error: OSError) -> Unavailable:
+    return Unavailable(
+        f"the node's disk takes nothing: {error.strerror}", code="disk", next_step="make room on the node's state disk",
+    )
 
 
 def _hold(found: Folders) -> int:

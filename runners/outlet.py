@@ -29,13 +29,18 @@ class Outlet(threading.Thread):
 
     def run(self) -> None:
         """Copy until the last writer of the pipe is gone."""
-        fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fd = -1
+        try:
+            fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            self.failed = str(error.strerror)
         try:
             while data := os.read(self._source, 65536):
                 self._keep(fd, data)
                 self._grown.set()
         finally:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
             os.close(self._source)
             self._grown.set()
 

@@ -447,6 +447,14 @@ def test_an_init_that_exits_ends_the_attempt(sup: Supervisor, site: Site) -> Non
     assert not (sup.runtime / "deadlines" / "run_1.1").exists()
 
 
+def test_a_run_whose_lease_is_over_ended_by_its_lease_whoever_asks_first(sup: Supervisor, site: Site) -> None:
+    admit(sup, launch(site, lease_ms=100, absent_ms=100))
+    admit(sup, launch(site, "run_2"))
+    time.sleep(0.12)  # no tick in between
+    assert ended(sup, "run_1.1")["why"] == "lease"
+    assert ended(sup, "run_2.1")["why"] == "ended"  # control
+
+
 def test_ended_attempts_hold_no_descriptors(sup: Supervisor, site: Site) -> None:
     def cycle(run: str) -> int:
         admit(sup, launch(site, run))

@@ -607,6 +607,13 @@ CORE = [
         "    if not statement:",
         _C + "halt_and_votes.py::test_refuses_when_the_digest_is_of_another_list_than_the_one_shown",
     ),
+    m(
+        "a spent order is forgotten in its own boot",
+        "runners/launch_order.py",
+        'if name and "/" not in name and boot != self._boot and (books / f"{name}.json").is_file():',
+        'if name and "/" not in name and (books / f"{name}.json").is_file():',
+        _R + "launch_order.py::test_refuses_when_a_used_order_comes_back_whose_attempt_is_on_no_book",
+    ),
 ]
 
 MORE = [
@@ -1308,5 +1315,21 @@ MORE = [
         "    if persons.get(person, public_text(key.public_key())) != public_text(key.public_key()):",
         "    if not persons:",
         _C + "halt_and_votes.py::test_refuses_when_the_list_has_another_key_for_the_signer",
+    ),
+    m(
+        "unproven called dead after a restart of the node",
+        "runners/node.py",
+        '"result": self._proof(run, attempt), "why": "node_restarted"}',
+        '"result": Result.CONFIRMED.value, "why": "node_restarted"}',
+        "chaos/test_node_faults.py::test_refuses_when_a_restarted_node_calls_a_run_dead_that_is_not_proven",
+        root=True,
+    ),
+    m(
+        "a full disk ends the taking of orders",
+        "runners/node.py",
+        "except OSError as error:  # nothing was begun; this thread must go on taking orders",
+        "except NotFound as error:",
+        "chaos/test_node_faults.py::test_a_full_disk_at_the_node_refuses_in_words_and_heals",
+        root=True,
     ),
 ]

@@ -11,8 +11,8 @@ from interlock.order import Dataset, LaunchOrder
 from interlock.permit import boottime_ms, issue
 from interlock.signed import GRANT, LEASE, key_id, sign
 from interlock.tier import Tier
-from runners import dataset, launch, launch_order
 from interlock.touched import action_of, dataset_of, resource_of
+from runners import dataset, launch, launch_order
 from runners.admission import Admitted
 from runners.launch_order import UsedOrders
 from tests.runners.programs import order
@@ -58,12 +58,34 @@ def test_refuses_when_labels_and_plan_differ(made):
 
 
 def test_refuses_when_the_id_was_used(short):
-    used = UsedOrders(short)
-    used.use("launch_12345678")
+    (short / "u").mkdir()
+    used = UsedOrders(short / "u", "boot-1")
+    made = order(Site(short / "site"), "true")
+    used.use(made)
     with pytest.raises(Conflict) as refusal:
-        UsedOrders(short).use("launch_12345678")  # another process, later
+        UsedOrders(short / "u", "boot-1").use(made)  # another process, later
     assert refusal.value.code == "conflict.launch_order_used"
-    used.use("launch_12345679")
+    used.use(replace(made, id="launch_12345679"))
+
+
+def test_refuses_when_a_used_order_comes_back_whose_attempt_is_on_no_book(short):
+    used_folder, books = short / "u", short / "b"
+    used_folder.mkdir()
+    books.mkdir()
+    plain = order(Site(short / "site"), "true")
+    admitted, refused, torn = (replace(plain, id=f"launch_1234567{n}", run=f"run_{n}") for n in range(3))
+    used = UsedOrders(used_folder, "boot-1")
+    for made in (admitted, refused, torn):
+        used.use(made)
+    (used_folder / torn.id).write_text("")
+    (books / "run_0.1.json").write_text("{}")
+    (books / "run_2.1.json").write_text("{}")
+    assert UsedOrders(used_folder, "boot-1").forget(books) == 0  # this boot: all stay
+    later = UsedOrders(used_folder, "boot-2")
+    assert later.forget(books) == 1  # the supervisor refuses that attempt by itself
+    for made in (refused, torn):
+        with pytest.raises(Conflict):
+            later.use(made)
 
 
 def _permits(made: LaunchOrder, **change: object) -> Admitted:
