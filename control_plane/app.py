@@ -76,7 +76,7 @@ def start(parts: Parts) -> dict[str, str]:
 
 def _put(app: FastAPI, parts: Parts) -> None:
     app.state.parts = parts
-    for name in ("engine", "kek", "ledger", "gate", "settings", "desk", "signers"):
+    for name in ("engine", "kek", "ledger", "gate", "settings", "desk", "signers", "slot"):
         setattr(app.state, name, getattr(parts, name))
 
 

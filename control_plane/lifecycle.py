@@ -15,9 +15,11 @@ from control_plane.store import runs
 from control_plane.store.db import now_us
 from interlock.call import number, text
 from interlock.errors import Malformed, NotFound
+from interlock.order import Result
 
 REPORTED = ("admitted", "live", "ended", "refused")
 LOST_US = 60_000_000
+KILLED = frozenset({"lease", "pipe", "start", "node_restarted"})
 _OUTCOME = {"exit", "signal", "timed_out", "truncated_bytes", "result", "why"}
 
 
@@ -48,9 +50,14 @@ class Report:
 
 
 def _final(state: str, outcome: dict[str, Any] | None) -> str:
-    """An attempt that ended because of a stop order is ``stopped``, whatever its exit status."""
-    why = str((outcome or {}).get("why", ""))
-    return "stopped" if state == "ended" and why.startswith("order:") else state
+    """An attempt that was killed is ``stopped``, whatever its exit status: by an order, its lease, its closed pipe, a
+    supervisor that started anew. Without the supervisor's proof that nothing of it lives it is ``lost``."""
+    why, result = str((outcome or {}).get("why", "")), str((outcome or {}).get("result", ""))
+    if state != "ended" or outcome is None:
+        return state
+    if result not in ("", Result.CONFIRMED.value):
+        return "lost"
+    return "stopped" if why.startswith("order:") or why in KILLED else state
 
 
 def own_attempt(connection: Connection, node: str, run: str, attempt: int) -> Row[Any]:

@@ -13,14 +13,14 @@ from interlock.canon import digest_bytes
 from interlock.errors import Conflict, Malformed, NotFound, Unavailable, Untrusted
 from interlock.order import Plan
 
-_NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9._ +-]{0,99}$")
-_RUN = re.compile(r"^[a-z0-9_]{1,64}$")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._ +-]{0,99}")
+_RUN = re.compile(r"[a-z0-9_]{1,64}")
 MAX_FILES = 1000
 CHUNK = 256 * 1024
 
 
 def _stem(run: str, attempt: int) -> str:
-    if not _RUN.match(run):
+    if not _RUN.fullmatch(run):
         raise Malformed("not the id of a run", code="run")
     return f"{run}.{int(attempt)}"
 
@@ -71,7 +71,7 @@ class OutputStore:
     def keep_file(self, run: str, attempt: int, name: str, data: bytes, digest: str, plan: Plan) -> None:
         """Keep one result file. Raises Malformed (name, limit), Untrusted (digest) or Unavailable (disk)."""
         folder = self._files / _stem(run, attempt)
-        if not _NAME.match(name):
+        if not _NAME.fullmatch(name):
             raise Malformed("not a plain file name", code="name")
         if digest_bytes(data) != digest:
             raise Untrusted("a file does not have the digest that came with it", code="digest")
@@ -95,7 +95,7 @@ class OutputStore:
     def file(self, run: str, attempt: int, name: str) -> bytes:
         """Return one result file; raises NotFound."""
         path = self._files / _stem(run, attempt) / name
-        if not _NAME.match(name) or not path.is_file():
+        if not _NAME.fullmatch(name) or not path.is_file():
             raise NotFound("no such file", code="file")
         return path.read_bytes()
 

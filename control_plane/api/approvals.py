@@ -6,14 +6,14 @@ from fastapi import APIRouter, Request
 from pydantic import StringConstraints
 
 from control_plane import trust_list
-from control_plane.api.context import Body, Caller, SignedIn, declare, may_look, pass_gate, site_of
+from control_plane.api import looking
+from control_plane.api.context import Body, Caller, SignedIn, declare, pass_gate, site_of
 from control_plane.api.whoami import Code, proved
 from control_plane.auth import approvals
 from control_plane.store import approvals as rows
 from control_plane.store import people
 from control_plane.store.db import now_us, reading, writing
 from interlock.call import Action, Resource
-from interlock.errors import Denied
 from interlock.event import Event, EventType
 from interlock.tier import Tier
 
@@ -74,20 +74,23 @@ def _row(standing: approvals.Standing, names: dict[str, str]) -> dict[str, Any]:
 
 @router.get("/api/approvals")
 def listing(request: Request, caller: SignedIn) -> dict[str, Any]:
-    """List requests, newest first: all for who may look at all, else one's own."""
-    try:
-        pass_gate(request, caller, Action.LOOK, Resource("approval", "all", caller.tenant))
-        mine = ""
-    except Denied:
-        pass_gate(request, caller, Action.LOOK, Resource("approval", "own", caller.tenant), own=True)
-        mine = caller.person
+    """List requests, newest first: one's own, and of others what one may look at."""
+    looking.may(request, caller, Resource("approval", "own", caller.tenant), own=True)
     with reading(site_of(request).engine) as connection:
-        found = rows.newest(connection, asked_by=mine)
+        every = {r.id: r for r in (*rows.newest(connection), *rows.newest(connection, asked_by=caller.person))}
+    found = sorted((r for r in every.values() if _seen(request, caller, r)), key=lambda r: -r.asked_us)
+    with reading(site_of(request).engine) as connection:
         names = {r.asked_by: _name(connection, r.asked_by) for r in found}
         shown = [_row(approvals.standing(connection, r), names) for r in found]
         for row, one in zip(shown, found, strict=True):
             row["you_cannot"] = approvals.why_not(connection, one, caller.person)
     return {"approvals": shown}
+
+
+def _seen(request: Request, caller: Caller, one: rows.Request) -> bool:
+    of = _resource(one)
+    mine = caller.person in (one.asked_by, one.owner)
+    return mine or looking.may(request, caller, Resource("approval", "all", of.tenant, of.tier))
 
 
 def _name(connection: Any, person: str) -> str:
@@ -100,7 +103,7 @@ def one(request: Request, caller: SignedIn, approval: str) -> dict[str, Any]:
     """Show one request: its body, digest, votes, what is missing, and why you cannot vote."""
     with reading(site_of(request).engine) as connection:
         found = approvals.found(connection, approval)
-    may_look(request, caller, _resource(found), own=found.asked_by == caller.person or found.owner == caller.person)
+    looking.require(request, caller, _resource(found), own=caller.person in (found.asked_by, found.owner))
     with reading(site_of(request).engine) as connection:
         standing = approvals.standing(connection, found)
         votes = [

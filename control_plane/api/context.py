@@ -19,6 +19,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
+from sqlalchemy import Connection
 from starlette.exceptions import HTTPException
 
 from control_plane.auth import apikeys, sessions, stepup
@@ -27,7 +28,7 @@ from control_plane.store import people
 from control_plane.store import sessions as rows
 from control_plane.store.db import now_us, reading, writing
 from interlock.call import Action, Call, Resource, Subject
-from interlock.errors import Denied, Malformed, NotFound, Refusal, StepUpRequired, TooMany, Unavailable, Untrusted
+from interlock.errors import Denied, Malformed, Refusal, StepUpRequired, TooMany, Unavailable, Untrusted
 from interlock.permit import Permit
 from policy.decide import Facts
 
@@ -216,13 +217,14 @@ def shown_proof(request: Request, caller: Caller, step_up: str | None, action: A
 
 def pass_gate(
     request: Request, caller: Caller, action: Action, resource: Resource, *, bound: str = "", run: str = "",
-    step_up: str | None = None, approvals: int = 0, own: bool = False,
+    step_up: str | None = None, approvals: int = 0, own: bool = False, spend: bool = True,
 ) -> Permit:
     """Ask the gate for this caller and return its permit; a proof of the second factor is used up by it.
 
     Args: `bound` digest of what the call is about; `step_up` id of a proof; `approvals` persons whose votes
-    count now (auth.approvals.standing); `own` whether the resource is the caller's. Raises Denied (scope,
-    policy), StepUpRequired, ApprovalRequired, Halted, Stale or NotRecorded.
+    count now (auth.approvals.standing); `own` whether the resource is the caller's; `spend` False leaves the
+    proof to `spend_proof` in the transaction of the effect, so that a question asked again finds it unused.
+    Raises Denied (scope, policy), StepUpRequired, ApprovalRequired, Halted, Stale or NotRecorded.
     """
     caller.require_scope(action)
     proof = shown_proof(request, caller, step_up, action, bound)
@@ -230,20 +232,16 @@ def pass_gate(
     call = Call(action, caller.subject(), resource, run, bound, caller.source_ip)
     site = site_of(request)
     permit = site.gate.ask(call, facts)
-    if proof is not None:
+    if proof is not None and spend:
         with writing(site.engine) as connection:
-            stepup.use(connection, proof)
+            spend_proof(connection, proof)
     return permit
 
 
-def may_look(request: Request, caller: Caller, resource: Resource, *, own: bool) -> None:
-    """Pass the gate for LOOK; what one may not see does not exist. Raises NotFound."""
-    try:
-        pass_gate(request, caller, Action.LOOK, resource, own=own)
-    except Denied as refusal:
-        if refusal.code == "denied.scope":
-            raise
-        raise NotFound("no such object, or it is not yours", code=resource.kind) from None
+def spend_proof(connection: Connection, proof: rows.Proof | None) -> None:
+    """Use a proof up, None changes nothing. Raises StepUpRequired when another call was faster."""
+    if proof is not None:
+        stepup.use(connection, proof)
 
 
 def error_answer(refusal: Refusal) -> JSONResponse:

@@ -11,6 +11,7 @@ from pydantic import Field, StringConstraints
 from starlette.concurrency import run_in_threadpool
 
 from control_plane import proof, resume
+from control_plane.api import looking
 from control_plane.api.context import (
     Body,
     Caller,
@@ -18,7 +19,6 @@ from control_plane.api.context import (
     caller_of,
     credential_of,
     declare,
-    may_look,
     pass_gate,
 )
 from control_plane.auth import approvals
@@ -103,7 +103,7 @@ def _owns(parts: Parts, caller: Caller, scope: Scope) -> bool:
 def listing(request: Request, caller: SignedIn) -> dict[str, Any]:
     """List stops, newest first, each with its proof."""
     parts = parts_of(request)
-    pass_gate(request, caller, Action.LOOK, Resource("stop", "all", caller.tenant), own=True)
+    looking.require(request, caller, Resource("stop", "all", caller.tenant), own=True)
     with reading(parts.engine) as connection:
         return {"stops": [_report(parts, connection, row) for row in orders.stops(connection)]}
 
@@ -119,7 +119,7 @@ async def one(
 ) -> dict[str, Any]:
     """Show one stop; with `wait`, hold the answer until its state is settled."""
     parts = parts_of(request)
-    await run_in_threadpool(may_look, request, caller, Resource("stop", order, caller.tenant), own=True)
+    await run_in_threadpool(looking.require, request, caller, Resource("stop", order, caller.tenant), own=True)
     until = time.monotonic() + wait
     while True:
         rung = parts.bell.count

@@ -15,6 +15,7 @@ from interlock.errors import NotFound
 from interlock.event import Event, EventType
 
 router = APIRouter()
+MAX_POSITION = 2**53
 
 declare({
     ("GET", "/api/audit/records"): Action.LOOK,
@@ -25,7 +26,7 @@ declare({
 
 @router.get("/api/audit/records")
 def records(
-    request: Request, caller: SignedIn, after: Annotated[int, Query(ge=-1)] = -1,
+    request: Request, caller: SignedIn, after: Annotated[int, Query(ge=-1, le=MAX_POSITION)] = -1,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100, type: str = "", run: str = "",  # noqa: A002
 ) -> dict[str, Any]:
     """List records after an index, filtered by type and run."""

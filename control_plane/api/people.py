@@ -1,4 +1,4 @@
-"""Invitations and API keys."""
+"""People: invitations, roles, disabling; and one's own API keys."""
 
 from typing import Annotated, Any
 
@@ -6,7 +6,8 @@ from fastapi import APIRouter, Request
 from pydantic import Field, StringConstraints
 
 from control_plane.api.context import Body, Caller, SignedIn, declare, pass_gate, site_of
-from control_plane.auth import apikeys, links
+from control_plane.auth import apikeys, links, login
+from control_plane.store import people
 from control_plane.store import sessions as rows
 from control_plane.store.db import now_us, reading, writing
 from interlock.call import Action, Resource
@@ -17,6 +18,9 @@ router = APIRouter()
 
 declare({
     ("POST", "/api/invitations"): Action.INVITE,
+    ("GET", "/api/people"): Action.LOOK,
+    ("POST", "/api/people/{name}/disable"): Action.INVITE,
+    ("POST", "/api/people/{name}/roles"): Action.INVITE,
     ("POST", "/api/keys"): Action.MINT_KEY,
     ("GET", "/api/keys"): Action.LOOK,
     ("DELETE", "/api/keys/{key}"): Action.MINT_KEY,
@@ -31,6 +35,12 @@ class InvitationBody(Body):
     name: Word
     roles: Annotated[list[Word], Field(min_length=1, max_length=8)]
     tenant: Word
+
+
+class RolesBody(Body):
+    """All roles that the person has from now on; an empty list takes every right away."""
+
+    roles: Annotated[list[Word], Field(max_length=8)]
 
 
 class KeyBody(Body):
@@ -59,6 +69,51 @@ def invite(request: Request, caller: SignedIn, body: InvitationBody) -> dict[str
 def _address(request: Request) -> str:
     """Return the site's own address from its settings; the Host header decides nothing."""
     return str(request.app.state.settings.people_url).rstrip("/")
+
+
+@router.get("/api/people")
+def listing(request: Request, caller: SignedIn) -> dict[str, Any]:
+    """List persons with their roles; for whoever may look at persons."""
+    pass_gate(request, caller, Action.LOOK, Resource("person", "all", caller.tenant))
+    with reading(site_of(request).engine) as connection:
+        return {"people": [{
+            "name": p.name, "person": p.id, "tenant": p.tenant, "enrolled": p.totp_active, "disabled": p.disabled,
+            "roles": sorted(people.roles_of(connection, p.id, p.tenant))} for p in people.everybody(connection)]}
+
+
+def _administered(request: Request, caller: Caller, name: str) -> str:
+    """Return the id of that person after asking the gate; raises NotFound or what the gate raises."""
+    caller.require_person()
+    with reading(site_of(request).engine) as connection:
+        found = people.by_name(connection, name)
+    tenant = caller.tenant if found is None else found.tenant
+    pass_gate(request, caller, Action.INVITE, Resource("person", name[:64] or "-", tenant))
+    if found is None:
+        raise NotFound("no such person", code="person")
+    return found.id
+
+
+@router.post("/api/people/{name}/disable")
+def disable(request: Request, caller: SignedIn, name: str) -> dict[str, Any]:
+    """Put a person out at once: sessions, keys, links that he made; his runs get no further lease."""
+    login.disable(site_of(request), _administered(request, caller, name), caller.person)
+    _ring(request)
+    return {"name": name, "disabled": True}
+
+
+@router.post("/api/people/{name}/roles")
+def change_roles(request: Request, caller: SignedIn, name: str, body: RolesBody) -> dict[str, Any]:
+    """Replace a person's roles; he signs in again."""
+    login.change_roles(site_of(request), _administered(request, caller, name), frozenset(body.roles), caller.person)
+    _ring(request)
+    return {"name": name, "roles": sorted(set(body.roles))}
+
+
+def _ring(request: Request) -> None:
+    """Let every waiting poll look again, and so at whether its reader may still read."""
+    parts = getattr(request.app.state, "parts", None)
+    if parts is not None:
+        parts.bell.ring()
 
 
 @router.post("/api/keys")

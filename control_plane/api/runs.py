@@ -11,7 +11,18 @@ from starlette.concurrency import run_in_threadpool
 
 from control_plane import admission
 from control_plane.admission import Requester
-from control_plane.api.context import Body, Caller, SignedIn, declare, facts_of, may_look, pass_gate, shown_proof
+from control_plane.api import looking
+from control_plane.api.context import (
+    Body,
+    Caller,
+    SignedIn,
+    declare,
+    facts_of,
+    pass_gate,
+    shown_proof,
+    signed_in,
+    spend_proof,
+)
 from control_plane.auth import approvals
 from control_plane.parts import Parts, parts_of
 from control_plane.store import runs
@@ -26,7 +37,7 @@ from interlock.touched import dataset_of, resource_of
 
 router = APIRouter()
 MAX_CODE = 1 << 20
-MAX_WAIT_S = 30
+MAX_WAIT_S, RECHECK_S = 30, 5.0
 
 declare({
     ("POST", "/api/code"): Action.LAUNCH,
@@ -101,13 +112,14 @@ def _launch(request: Request, parts: Parts, caller: Caller, plan: Plan, run: str
         _allowed(request, caller, plan, run, len(persons))
         labels = _prepared(parts, caller, plan, who, run)
         permit = pass_gate(request, caller, Action.LAUNCH, resource, bound=bound, run=run, step_up=body.step_up,
-                           approvals=len(persons))
+                           approvals=len(persons), spend=False)
     except ApprovalRequired as refusal:
         raise _asked(parts, caller, plan, who, refusal) from None
     told = {"roles": sorted(facts.roles), "mfa_age_ms": facts.mfa_age_ms, "mfa_bound": facts.mfa_bound,
             "approvals": list(persons)}
 
     def spend(connection: Any) -> None:
+        spend_proof(connection, proof)
         if persons:
             approvals.use(connection, wanted, kind=approvals.LAUNCH, bound=bound, asked_by=who.person)
         parts.ledger.record(Event(EventType.RUN_GRANTED, caller.id, caller.tenant, run, facts={
@@ -191,21 +203,28 @@ def _row(request: Request, caller: Caller, run: str) -> Any:
         row = runs.one(connection, run)
     if row is None:
         raise NotFound("no such run, or it is not yours", code="run")
-    may_look(request, caller, Resource("run", run, row.tenant, Tier(row.tier)), own=row.owner == caller.person)
+    looking.require(request, caller, _resource(row), own=row.owner == caller.person)
     return row
+
+
+def _resource(row: Any) -> Resource:
+    return Resource("run", row.id, row.tenant, Tier(row.tier))
+
+
+def visible(request: Request, caller: Caller, limit: int) -> list[dict[str, Any]]:
+    """Return the newest runs that the caller may see: his own, and those of each tenant and tier he may look at."""
+    looking.may(request, caller, Resource("run", "own", caller.tenant), own=True)
+    with reading(parts_of(request).engine) as connection:
+        kinds = runs.kinds(connection)
+    seen = [(t, w) for t, w in kinds if looking.may(request, caller, Resource("run", "all", t, Tier(w)))]
+    with reading(parts_of(request).engine) as connection:
+        return [shown(r) for r in runs.newest(connection, limit, caller.person, seen)]
 
 
 @router.get("/api/runs")
 def listing(request: Request, caller: SignedIn, limit: Annotated[int, Query(ge=1, le=1000)] = 200) -> dict[str, Any]:
-    """List runs, newest first: all for who may look at all, else one's own."""
-    owner = ""
-    try:
-        pass_gate(request, caller, Action.LOOK, Resource("run", "all", caller.tenant))
-    except Refusal:
-        pass_gate(request, caller, Action.LOOK, Resource("run", "own", caller.tenant), own=True)
-        owner = caller.person
-    with reading(parts_of(request).engine) as connection:
-        return {"runs": [shown(r) for r in runs.newest(connection, limit, owner)]}
+    """List runs, newest first: one's own, and of others what one may look at."""
+    return {"runs": visible(request, caller, limit)}
 
 
 @router.get("/api/runs/{run}")
@@ -222,7 +241,7 @@ def one(request: Request, caller: SignedIn, run: Id) -> dict[str, Any]:
 
 @router.get("/api/runs/{run}/output")
 async def output(
-    request: Request, caller: SignedIn, run: Id, after: Annotated[int, Query(ge=0)] = 0,
+    request: Request, caller: SignedIn, run: Id, after: Annotated[int, Query(ge=0, le=2**53)] = 0,
     wait: Annotated[int, Query(ge=0, le=MAX_WAIT_S)] = 0,
 ) -> dict[str, Any]:
     """Return output from `after` on; with `wait`, hold the answer until there is something new."""
@@ -235,7 +254,13 @@ async def output(
         left = until - time.monotonic()
         if found["data"] or found["ended"] or left <= 0:
             return found
-        await parts.bell.heard(rung, left)
+        await parts.bell.heard(rung, min(left, RECHECK_S))
+        await run_in_threadpool(_still, request, run)
+
+
+def _still(request: Request, run: str) -> None:
+    """Refuse whoever was disabled, signed out or lost the role while he waited."""
+    _row(request, signed_in(request), run)
 
 
 def _piece(parts: Parts, run: str, after: int) -> dict[str, Any]:

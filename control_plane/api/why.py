@@ -5,7 +5,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from control_plane.api.context import Caller, SignedIn, declare, may_look
+from control_plane.api import looking
+from control_plane.api.context import Caller, SignedIn, declare
 from control_plane.parts import Parts, parts_of
 from control_plane.store import runs
 from control_plane.store.db import reading
@@ -38,7 +39,7 @@ def why(request: Request, caller: SignedIn, what: str) -> dict[str, Any]:
     if not found:
         raise NotFound("no recent decision of that id", code="call")
     own = any(str(e.get("actor")) in (caller.id, caller.person) for e in found)
-    may_look(request, caller, Resource("call", what, caller.tenant), own=own)
+    looking.require(request, caller, Resource("call", what, _tenant(found, caller), _tier(found)), own=own)
     return {"id": what, "decisions": [_decision(parts, e) for e in found if e["type"] == EventType.CALL_DECIDED]}
 
 
@@ -48,8 +49,8 @@ def _run(request: Request, parts: Parts, caller: Caller, run: str) -> dict[str, 
     events = [r.event for r in parts.ledger.rows(limit=1000, run=run)]
     actors = {str(e.get("actor")) for e in events if e["type"] == EventType.CALL_DECIDED}
     own = row.owner == caller.person if row is not None else actors <= {caller.id, caller.person} and bool(actors)
-    tenant, tier = (row.tenant, Tier(row.tier)) if row is not None else (caller.tenant, Tier.NONE)
-    may_look(request, caller, Resource("run", run, tenant, tier), own=own)
+    tenant, tier = (row.tenant, Tier(row.tier)) if row is not None else (_tenant(events, caller), _tier(events))
+    looking.require(request, caller, Resource("run", run, tenant, tier), own=own)
     if row is None and not events:
         raise NotFound("no such run, or it is not yours", code="run")
     told = [e for e in events if e["type"] in _TOLD][-MAX_SHOWN:]
@@ -59,6 +60,17 @@ def _run(request: Request, parts: Parts, caller: Caller, run: str) -> dict[str, 
         "events": [{**{k: e[k] for k in ("type", "occurred_us", "actor")}, "facts": e.get("facts", {})}
                    for e in told if e["type"] != EventType.CALL_DECIDED],
     }
+
+
+def _tenant(events: list[dict[str, Any]], caller: Caller) -> str:
+    """Return whose the events are; what nobody recorded is nobody else's."""
+    return next((str(e["tenant"]) for e in events if e.get("tenant")), caller.tenant)
+
+
+def _tier(events: list[dict[str, Any]]) -> Tier:
+    """Return the highest tier that one of the recorded calls was about."""
+    named = {e["facts"]["call"]["resource"]["tier"] for e in events if e["type"] == EventType.CALL_DECIDED}
+    return next((t for t in (Tier.CRITICAL, Tier.HIGH) if t.value in named), Tier.NONE)
 
 
 def _recent(parts: Parts) -> list[dict[str, Any]]:

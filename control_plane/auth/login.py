@@ -12,7 +12,7 @@ from sqlalchemy import Connection
 
 from control_plane.auth import passwords, sessions, throttle, totp
 from control_plane.auth.links import checked_roles
-from control_plane.auth.site import APPROVER, Site, state
+from control_plane.auth.site import ADMINISTRATOR, APPROVER, Site, state
 from control_plane.store import people
 from control_plane.store import sessions as rows
 from control_plane.store.db import now_us, reading, writing
@@ -137,20 +137,39 @@ def _known(connection: Connection, person: str) -> people.Person:
     return found
 
 
+def _another_administrator(connection: Connection, person: str) -> None:
+    """Refuse to take the last administrator away. Raises Conflict."""
+    held = {p.id for p in people.with_role(connection, ADMINISTRATOR)}
+    if held == {person}:
+        raise Conflict("this is the last administrator", code="last_administrator",
+                       next_step="invite another administrator first")
+
+
 def disable(site: Site, person: str, by: str) -> None:
-    """Disable a person: sessions and API keys end in the same transaction."""
+    """Disable a person: sessions, API keys and links that he made end in the same transaction.
+
+    Raises NotFound or Conflict (``conflict.last_administrator``).
+    """
     with writing(site.engine) as connection:
         found = _known(connection, person)
+        _another_administrator(connection, person)
         people.set_disabled(connection, person, True)
         rows.revoke_keys(connection, person, now_us())
+        people.expire_links_of(connection, person, now_us())
         _cut_off(site, connection, found, "disabled", by)
 
 
 def change_roles(site: Site, person: str, roles: frozenset[str], by: str) -> None:
-    """Replace a person's roles; his sessions end in the same transaction."""
+    """Replace a person's roles; his sessions end in the same transaction.
+
+    Raises NotFound, Malformed or Conflict (duties, person key, ``conflict.last_administrator``).
+    """
     wanted = frozenset(checked_roles(roles)) if roles else frozenset()
     with writing(site.engine) as connection:
         found = _known(connection, person)
+        if ADMINISTRATOR not in wanted:
+            _another_administrator(connection, person)
+            people.expire_links_of(connection, person, now_us())
         if APPROVER in wanted and not found.person_key:
             raise Conflict("an approver has a person key, and this person enrolled without one", code="person_key",
                            next_step="invite the person anew; the command interlock enrol makes the key")

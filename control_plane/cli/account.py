@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import typer
 
@@ -121,6 +121,39 @@ def invite(
     made = here.api().post("/api/invitations", {"name": name, "roles": role, "tenant": tenant})
     here.terminal.result(made, clean(made.get("link", "")),
                          f"valid until {when(made.get('expires_us'))} UTC, works once")
+
+
+people = typer.Typer(invoke_without_command=True, help="People: who may do what; roles; putting somebody out.")
+
+
+@people.callback()
+def list_people(ctx: typer.Context) -> None:
+    """List people with their roles."""
+    if ctx.invoked_subcommand:
+        return
+    here = Invocation.of(ctx)
+    answer = here.api().get("/api/people")
+    shown = [(p.get("name"), p.get("tenant"), p.get("roles"), "disabled" if p.get("disabled") else "")
+             for p in rows(answer, "people")]
+    here.terminal.result(answer, table("", ["name", "tenant", "roles", ""], shown))
+
+
+@people.command("disable")
+def disable(ctx: typer.Context, name: str) -> None:
+    """Put a person out at once: sessions, keys, links; his runs end with their leases."""
+    here = Invocation.of(ctx)
+    here.terminal.result(here.api().post(f"/api/people/{quote(name, safe='')}/disable"))
+
+
+@people.command("roles")
+def roles(
+    ctx: typer.Context,
+    name: str,
+    role: Annotated[list[str] | None, typer.Option("--role", help="A role; none takes every right away.")] = None,
+) -> None:
+    """Replace a person's roles; he signs in again."""
+    here = Invocation.of(ctx)
+    here.terminal.result(here.api().post(f"/api/people/{quote(name, safe='')}/roles", {"roles": role or []}))
 
 
 keys = typer.Typer(no_args_is_help=True, help="API keys: for programs, never valid where a second factor is needed.")

@@ -39,6 +39,7 @@ for _panel, _commands in (("This machine", _LOCAL), ("People", _PEOPLE), ("Runs"
                           ("Approvals", _VOTES), ("Site", _SITE)):
     for _name, _command in _commands.items():
         app.command(_name, rich_help_panel=_panel)(_command)
+app.add_typer(account.people, name="people", rich_help_panel="People")
 app.add_typer(account.keys, name="keys", rich_help_panel="People")
 app.add_typer(site.nodes, name="nodes", rich_help_panel="Site")
 app.add_typer(trust.trust, name="trust", rich_help_panel="Approvals")

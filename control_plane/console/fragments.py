@@ -2,15 +2,13 @@
 
 from fastapi import APIRouter, Request, Response
 
-from control_plane.api import runs
-from control_plane.api.context import Caller, declare
+from control_plane.api import looking, runs
+from control_plane.api.context import declare
 from control_plane.console import scene
 from control_plane.console.view import PageRoute, glance, render
 from control_plane.parts import parts_of
-from control_plane.store import runs as run_rows
-from control_plane.store.db import reading
-from interlock.call import Action
-from interlock.errors import NotFound, Refusal
+from interlock.call import Action, Resource
+from interlock.tier import Tier
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False, prefix="/fragments")
 
@@ -28,23 +26,11 @@ def status(request: Request) -> Response:
     return render(request, "_status.html", caller, s=scene.status(parts, request.app.state.faults))
 
 
-def _sees_all(request: Request, caller: Caller) -> bool:
-    """Return whether the reader's last full page showed all runs (asked of the gate once a minute)."""
-    try:
-        glance(request, "all")
-    except Refusal:
-        return False
-    return bool(caller.roles & {"on_call", "safety_officer", "auditor", "administrator"})
-
-
 @router.get("/runs")
 def run_list(request: Request) -> Response:
     """Refresh the list of runs."""
     caller, parts = glance(request, "runs"), parts_of(request)
-    owner = "" if _sees_all(request, caller) else caller.person
-    with reading(parts.engine) as connection:
-        found = [runs.shown(r) for r in run_rows.newest(connection, 200, owner)]
-    return render(request, "_runs.html", caller, runs=scene.named(parts, found))
+    return render(request, "_runs.html", caller, runs=scene.named(parts, runs.visible(request, caller, 200)))
 
 
 @router.get("/runs/{run}")
@@ -52,8 +38,8 @@ def one_run(request: Request, run: str) -> Response:
     """Refresh one run's state and output."""
     caller, parts = glance(request, "run"), parts_of(request)
     shown = scene.run_row(parts, run)
-    if shown["owner"] != caller.person and not _sees_all(request, caller):
-        raise NotFound("no such run, or it is not yours", code="run")
+    looking.require(request, caller, Resource("run", run, shown["tenant"], Tier(shown["tier"])),
+                    own=shown["owner"] == caller.person)
     return render(request, "_run.html", caller, run=scene.run(parts, shown), output=scene.tail(parts, shown))
 
 

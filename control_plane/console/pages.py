@@ -2,9 +2,9 @@
 nothing that its reader could not ask for."""
 
 import json
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from control_plane.api import approvals as approvals_api
 from control_plane.api import kill, ledger, runs, status, why
@@ -95,7 +95,10 @@ def one_stop(request: Request, order: str) -> Response:
 
 
 @router.get("/audit")
-def audit(request: Request, type: str = "", run: str = "", before: int = 0) -> Response:  # noqa: A002
+def audit(
+    request: Request, type: str = "", run: str = "",  # noqa: A002
+    before: Annotated[int, Query(ge=0, le=ledger.MAX_POSITION)] = 0,
+) -> Response:
     """Show records, newest first, and the signed tree head."""
     caller, parts = reader(request), parts_of(request)
     ledger.records(request, caller, after=-1, limit=1, type="", run="")

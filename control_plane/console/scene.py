@@ -131,7 +131,7 @@ def acts(parts: Parts, wanted: int = 20) -> list[dict[str, Any]]:
 def records(parts: Parts, kind: str, run_id: str, before: int, page: int) -> tuple[list[dict[str, Any]], int]:
     """Return one page of records below index `before` (0: from the newest), and the next `before` (0: no more)."""
     filters = {name: value for name, value in (("type", kind), ("run", run_id)) if value}
-    high = before or _head(parts)
+    high = min(before or 1 << 62, _head(parts))
     step = page * 40
     found: list[Row] = []
     low = high

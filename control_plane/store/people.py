@@ -193,6 +193,17 @@ def use_link(connection: Connection, hash_: str, person: str, now_us: int) -> bo
     return done.rowcount == 1
 
 
+def everybody(connection: Connection) -> list[Person]:
+    """Return all persons by name, enrolled or not."""
+    return [Person(**row._mapping) for row in connection.execute(select(people).order_by(people.c.name))]
+
+
+def expire_links_of(connection: Connection, made_by: str, now_us: int) -> None:
+    """End the unused links that this person made."""
+    mine = (links.c.made_by == made_by) & (links.c.used_us == 0) & (links.c.expires_us > now_us)
+    connection.execute(update(links).where(mine).values(expires_us=now_us))
+
+
 def expire_links(connection: Connection, kind: str, now_us: int) -> None:
     """End the unused links of a kind (a new bootstrap link voids the older ones)."""
     connection.execute(

@@ -1,9 +1,10 @@
 """Queries on runs, their attempts and their code files."""
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, insert, select, update
+from sqlalchemy import Connection, Row, case, func, insert, or_, select, update
 
 from control_plane.store.tables import attempts, code_files, people, runs
 from interlock.order import LaunchOrder
@@ -11,6 +12,7 @@ from interlock.signed import Signed
 
 OPEN = ("placed", "admitted", "live")
 OVER = ("ended", "stopped", "refused")
+LOST = "lost"
 
 
 def add_run(connection: Connection, run: str, launch: LaunchOrder, approval: str, now_us: int) -> None:
@@ -37,10 +39,16 @@ def one(connection: Connection, run: str) -> Row[Any] | None:
     return connection.execute(select(runs).where(runs.c.id == run)).one_or_none()
 
 
-def newest(connection: Connection, limit: int, owner: str = "") -> list[Row[Any]]:
-    """Return runs, newest first; of one owner when named."""
-    query = select(runs).order_by(runs.c.created_us.desc()).limit(limit)
-    return list(connection.execute(query.where(runs.c.owner == owner) if owner else query))
+def kinds(connection: Connection) -> list[tuple[str, str]]:
+    """Return each (tenant, tier) of any run."""
+    return [(str(r.tenant), str(r.tier)) for r in connection.execute(select(runs.c.tenant, runs.c.tier).distinct())]
+
+
+def newest(connection: Connection, limit: int, owner: str, seen: Iterable[tuple[str, str]]) -> list[Row[Any]]:
+    """Return the runs of `owner` and those of each (tenant, tier) in `seen`, newest first."""
+    theirs = [(runs.c.tenant == tenant) & (runs.c.tier == tier) for tenant, tier in seen]
+    query = select(runs).where(or_(runs.c.owner == owner, *theirs))
+    return list(connection.execute(query.order_by(runs.c.created_us.desc()).limit(limit)))
 
 
 def attempt(connection: Connection, run: str, number: int) -> Row[Any] | None:
@@ -62,10 +70,13 @@ def waiting(connection: Connection, node: str, since_us: int) -> list[Row[Any]]:
 
 
 def leased(connection: Connection, run: str, number: int, now_us: int) -> None:
-    """Note a lease; the first one makes the attempt live."""
+    """Note a lease; the first one makes the attempt live, and one that counted as lost is live again."""
     same = (attempts.c.run == run) & (attempts.c.attempt == number)
-    connection.execute(update(attempts).where(same & (attempts.c.live_us == 0)).values(live_us=now_us))
-    connection.execute(update(attempts).where(same).values(lease_us=now_us))
+    first = case((attempts.c.live_us == 0, now_us), else_=attempts.c.live_us)
+    connection.execute(update(attempts).where(same).values(lease_us=now_us, live_us=first))
+    if connection.execute(update(attempts).where(same & (attempts.c.state == LOST)).values(state="live")).rowcount:
+        current = (runs.c.id == run) & (runs.c.attempt == number)
+        connection.execute(update(runs).where(current & (runs.c.state == LOST)).values(state="live"))
 
 
 def set_state(
