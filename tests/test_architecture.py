@@ -219,6 +219,28 @@ def test_stand_alone_files_import_the_standard_library_only() -> None:
         assert roots - STDLIB <= extra, (name, roots - STDLIB)
 
 
+WALL = {"time.time", "time.time_ns", "time.localtime", "time.gmtime", "datetime.now", "datetime.utcnow", "datetime.today",
+        "date.today"}
+
+
+def test_stops_runs_and_leases_never_ask_the_wall_clock() -> None:
+    """Somebody may set it a day forward or back: every deadline is CLOCK_BOOTTIME or CLOCK_MONOTONIC."""
+    allowed = {"runners/identity.py"}  # a certificate's own dates are wall time; a wrong clock only ends the link
+    found, looked = set(), 0
+    for path, tree in trees():
+        relative = str(path.relative_to(ROOT))
+        if relative.split("/")[0] not in {"killswitch", "sandbox", "runners"}:
+            continue
+        looked += 1
+        for node in ast.walk(tree):
+            name = ".".join(ast.unparse(node).split(".")[-2:]) if isinstance(node, ast.Attribute) else ""
+            bare = isinstance(node, ast.ImportFrom) and node.module == "time"
+            if name in WALL or name.endswith("CLOCK_REALTIME") or bare:
+                found.add(relative)
+    assert looked > 40
+    assert found == allowed
+
+
 def test_every_event_is_documented() -> None:
     from interlock.event import EventType
 
