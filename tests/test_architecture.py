@@ -219,8 +219,16 @@ def test_stand_alone_files_import_the_standard_library_only() -> None:
         assert roots - STDLIB <= extra, (name, roots - STDLIB)
 
 
-WALL = {"time.time", "time.time_ns", "time.localtime", "time.gmtime", "datetime.now", "datetime.utcnow", "datetime.today",
-        "date.today"}
+WALL = {
+    "time.time",
+    "time.time_ns",
+    "time.localtime",
+    "time.gmtime",
+    "datetime.now",
+    "datetime.utcnow",
+    "datetime.today",
+    "date.today",
+}
 
 
 def test_stops_runs_and_leases_never_ask_the_wall_clock() -> None:
