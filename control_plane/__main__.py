@@ -3,7 +3,6 @@ state's owner. Everything else goes through the API."""
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -20,16 +19,9 @@ from interlock import origin
 from interlock.errors import Malformed, Refusal, Unavailable
 from interlock.event import Event, EventType
 from interlock.keyfile import read_ed25519, write_private
+from interlock.places import default_state
 
 PACKAGES = ("control_plane", "policy", "audit", "killswitch", "migrations")
-
-
-def default_state() -> Path:
-    """Return where the state lies when `--state` does not say so."""
-    if os.geteuid() == 0:
-        return Path("/var/lib/interlock")
-    home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(home) / "interlock"
 
 
 def parser() -> argparse.ArgumentParser:

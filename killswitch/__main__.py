@@ -6,26 +6,16 @@ Exit status: 0 done (for `stop`: CONFIRMED), 1 refused, 2 usage, 4 not confirmed
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from interlock.errors import Malformed, NotConfirmed, Refusal, Unavailable
 from interlock.origin import check
+from interlock.places import default_runtime, default_state
 from interlock.signed import RESUME
 from killswitch import offline, watch
 from killswitch.client import Supervisor
-
-_SYSTEM = Path("/var/lib/interlock")
-
-
-def default_state() -> Path:
-    """Return the state folder when `--state` is not given."""
-    if os.geteuid() == 0:
-        return _SYSTEM
-    home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(home) / "interlock"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -110,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check("killswitch", "sandbox")
         state = arguments.state or default_state()
-        runtime = arguments.runtime or (Path("/run/interlock") if state == _SYSTEM else state / "run")
+        runtime = arguments.runtime or default_runtime(state)
         if arguments.command == "watch":
             return watch.run(state, runtime, arguments.on_unconfirmed)
         # A supervisor that hangs must not cost the time in which the direct way would have worked.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from interlock.errors import Malformed, Unavailable, Usage, from_json
+from interlock.places import SOCKET_BYTES, too_long
 
 MAX_BYTES = 128 * 1024
 MAX_ANSWER = 8 << 20  # the heartbeat's answer names every active stop: it comes in memory where it is larger
@@ -22,8 +23,8 @@ class Supervisor:
 
     def __init__(self, path: Path | str, *, timeout_s: float = 10.0) -> None:
         self.path, self.timeout_s = str(path), timeout_s
-        if len(self.path.encode()) > 100:
-            raise Usage(f"the socket path {path} is longer than 100 bytes", code="path")
+        if too_long(Path(path)):
+            raise Usage(f"the socket path {path} is longer than {SOCKET_BYTES} bytes", code="path")
 
     def ask(self, op: str, fds: Sequence[int] = (), **fields: Any) -> dict[str, Any]:
         """Send one request and return the reply without its `ok`.

@@ -18,6 +18,7 @@ from typing import Any
 from interlock.call import number, text
 from interlock.errors import Conflict, Malformed, NotFound, Refusal, Unavailable, Untrusted, Usage
 from interlock.permit import boottime_ms
+from interlock.places import SOCKET_BYTES, too_long
 from interlock.signed import Signed
 from killswitch.admission import admit, ended, spawned
 from killswitch.client import MAX_ANSWER, MAX_BYTES, SEALS
@@ -25,7 +26,6 @@ from killswitch.exchange import answer, beats
 from killswitch.runs import State
 from killswitch.supervisor import Supervisor
 
-MAX_PATH = 100
 _CONNECTIONS = 64
 _IDLE_S = 10.0
 Reply = dict[str, Any]
@@ -37,8 +37,8 @@ def listen(path: Path) -> socket.socket:
     Raises Usage (``usage.path``) for a long path, Conflict (``conflict.second_start``) when somebody answers
     there already, Unavailable when it cannot be made.
     """
-    if len(os.fsencode(path)) > MAX_PATH:
-        raise Usage(f"the socket path {path} is longer than {MAX_PATH} bytes", code="path",
+    if too_long(path):
+        raise Usage(f"the socket path {path} is longer than {SOCKET_BYTES} bytes", code="path",
                     next_step="choose a shorter --runtime")
     if _answers(path):
         raise Conflict(f"a supervisor answers on {path} already", code="second_start",

@@ -15,8 +15,9 @@ from pathlib import Path
 from types import FrameType
 
 from interlock.errors import Unavailable
+from interlock.places import too_long
 from killswitch import alarm
-from killswitch.door import MAX_PATH, hold, listen, serve
+from killswitch.door import hold, listen, serve
 from killswitch.latch import watch as watch_folder
 from killswitch.link import Link
 from killswitch.supervisor import Supervisor
@@ -68,7 +69,7 @@ def run(state: Path, runtime: Path, on_unconfirmed: str | None) -> int:
 
 def _open(state: Path, runtime: Path, path: Path, on_unconfirmed: str | None) -> tuple[Supervisor, socket.socket]:
     """Take both locks, then the socket; nothing of ours stays behind when one of it is refused."""
-    if len(os.fsencode(path)) > MAX_PATH:
+    if too_long(path):
         listen(path)  # which refuses, before any folder is made
     door: socket.socket | None = None
     try:

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from interlock.errors import Conflict, NotFound, Unavailable, Usage
-
-_SOCKET_LIMIT = 100
+from interlock.places import SOCKET_BYTES, default_runtime, default_state, too_long
 
 
 @dataclass(frozen=True)
@@ -70,24 +69,17 @@ def folders(state: str | None, runtime: str | None) -> Folders:
 
     Raises Usage (``usage.path``) when a socket's path below them would be over 100 bytes.
     """
-    found = Path(state) if state else _default_state()
-    root_default = found == Path("/var/lib/interlock") and os.geteuid() == 0
-    run = Path(runtime) if runtime else Path("/run/interlock") if root_default else found / "run"
+    found = Path(state) if state else default_state()
+    run = Path(runtime) if runtime else default_runtime(found)
     # resolved once: the sandbox opens its sources without following symlinks
     both = Folders(Path(os.path.realpath(found)), Path(os.path.realpath(run)))
     # the longest socket path is that of a run: run_<32 hex>.<attempt up to 10000>
-    if len(os.fsencode(both.run("run_" + "0" * 32, 10_000) / "guest.sock")) > _SOCKET_LIMIT:
+    if too_long(both.run("run_" + "0" * 32, 10_000) / "guest.sock"):
         raise Usage(
-            f"a socket below {both.runtime} would have a path over {_SOCKET_LIMIT} bytes", code="path",
+            f"a socket below {both.runtime} would have a path over {SOCKET_BYTES} bytes", code="path",
             next_step="choose a shorter --runtime",
         )
     return both
-
-
-def _default_state() -> Path:
-    if os.geteuid() == 0:
-        return Path("/var/lib/interlock")
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "interlock"
 
 
 def require_root() -> None:

@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from interlock.errors import Malformed, Refusal, Unavailable, Usage, from_json
+from interlock.places import SOCKET_BYTES, default_runtime, default_state, too_long
 
 CONTROL, SUPERVISOR, NODE = "control_plane", "killswitch", "runners"
 # The supervisor ends its runs, the node reports how they ended, the control plane hears it: in this order.
 ENDING = (SUPERVISOR, NODE, CONTROL)
-_SOCKET_LIMIT = 100
 # Children of this very process, to be reaped by `end`; a program outlives the command that started it.
 _children: dict[int, "subprocess.Popen[bytes]"] = {}
-_ROOT_STATE, _ROOT_RUNTIME = Path("/var/lib/interlock"), Path("/run/interlock")
 
 
 @dataclass(frozen=True)
@@ -38,12 +37,10 @@ class Places:
     @classmethod
     def of(cls, state: Path | None, runtime: Path | None) -> "Places":
         """Return the places from the options or their defaults; raises Usage (``usage.path``)."""
-        root = os.geteuid() == 0
-        chosen = (state or (_ROOT_STATE if root else _own_state())).absolute()
-        usual = _ROOT_RUNTIME if root and chosen == _ROOT_STATE else chosen / "run"
-        found = cls(chosen, (runtime or usual).absolute())
-        if len(os.fsencode(found.socket)) > _SOCKET_LIMIT:
-            raise Usage(f"{found.socket} is longer than {_SOCKET_LIMIT} bytes", code="path",
+        chosen = (state or default_state()).absolute()
+        found = cls(chosen, (runtime or default_runtime(chosen)).absolute())
+        if too_long(found.socket):
+            raise Usage(f"{found.socket} is longer than {SOCKET_BYTES} bytes", code="path",
                         next_step="choose a shorter --state or --runtime")
         return found
 
@@ -90,11 +87,6 @@ class Places:
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
-
-
-def _own_state() -> Path:
-    found = os.environ.get("XDG_STATE_HOME")
-    return (Path(found) if found else Path.home() / ".local" / "state") / "interlock"
 
 
 def start_time(pid: int) -> int | None:
