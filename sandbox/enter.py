@@ -10,6 +10,8 @@ costs no import. A failure prints one JSON line ``{"layer": NAME, "message": TEX
 nothing ran.
 """
 
+from __future__ import annotations
+
 import ctypes
 import marshal
 import os
@@ -17,7 +19,10 @@ import resource
 import stat
 import struct
 import sys
-from typing import Any, NoReturn
+
+TYPE_CHECKING = False  # `typing` itself would cost a tenth of this program
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
 
 _NEWNS = 0x00020000
 _NOSUID, _NODEV, _NOEXEC, _BIND, _REC, _PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18

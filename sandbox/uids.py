@@ -5,6 +5,7 @@ out a uid that a survivor still has.
 """
 
 import os
+import re
 import threading
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from interlock.errors import Conflict, LayerMissing
 FIRST, LAST = 60_100, 60_999
 _DYNAMIC = (61_184, 65_519)  # systemd's dynamic users, by its documentation
 _LOWEST = 60_000
+# Asked twice a start of every process there is, so it is read raw. A name cannot fake a row: the kernel writes its
+# line breaks as \n, and it comes first.
+_STATUS = re.compile(rb"^State:\t(\S).*?^Uid:\t([0-9\t]+)$", re.MULTILINE | re.DOTALL)
 
 
 def _accounts(passwd: Path) -> list[int]:
@@ -50,12 +54,12 @@ def in_use(proc: Path = Path("/proc")) -> frozenset[int]:
     for entry in os.listdir(proc):
         if entry.isdigit():
             try:
-                status = (proc / entry / "status").read_text(errors="replace")
-                rows = dict(r.split(":\t", 1) for r in status.splitlines() if ":\t" in r)
-                if rows["State"][0] not in "ZX":  # a zombie only waits to be collected
-                    found.update(int(u) for u in rows["Uid"].split())
-            except (OSError, KeyError, IndexError, ValueError):  # it ended while we looked
+                with open(f"{proc}/{entry}/status", "rb", buffering=0) as file:
+                    rows = _STATUS.search(file.read(4096))
+            except OSError:  # it ended while we looked
                 continue
+            if rows and rows[1] not in b"ZX":  # a zombie only waits to be collected
+                found.update(int(u) for u in rows[2].split())
     return frozenset(found)
 
 
