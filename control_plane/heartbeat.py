@@ -67,7 +67,7 @@ def respond(parts: Parts, node: str, beat: Heartbeat) -> dict[str, Any]:
         trust = trust_list.after(connection, beat.trust_version)
     parts.trust_seen[node] = beat.trust_version
     for row in refused:
-        parts.desk.note(Event(EventType.LEASE_REFUSED, f"node:{node}", run=row["run"], facts={
+        parts.desk.note(Event(EventType.LEASE_REFUSED, f"node/{node}", run=row["run"], facts={
             "attempt": row["attempt"], "code": row["code"], "node": node}))
     return {
         "leases": [lease.as_json() for lease in leases], "refused": refused,
@@ -124,7 +124,7 @@ def _take_receipts(parts: Parts, node: str, receipts: list[Signed]) -> list[str]
 
 
 def _incident(parts: Parts, node: str, what: str, refusal: Refusal) -> None:
-    parts.desk.note(Event(EventType.INCIDENT, f"node:{node}", facts={
+    parts.desk.note(Event(EventType.INCIDENT, f"node/{node}", facts={
         "what": what, "code": refusal.code, "reason": refusal.message}))
 
 

@@ -33,10 +33,10 @@ def join(parts: Parts, secret: str, csr: str, supervisor_key: str) -> dict[str, 
             parts.desk.log.enrol(node, key, signers)
             nodes.add(connection, node, key, now_us())
             trust = trust_list.newest(connection)
-            parts.ledger.record(Event(EventType.NODE_JOINED, f"node:{node}", facts={
+            parts.ledger.record(Event(EventType.NODE_JOINED, f"node/{node}", facts={
                 "node": node, "supervisor_key": key}), connection)
     if node is None:
-        parts.desk.note(Event(EventType.NODE_REFUSED, "unknown", facts={"why": "join secret"}))
+        parts.desk.note_rarely("join secret", Event(EventType.NODE_REFUSED, "unknown", facts={"why": "join secret"}))
         raise Untrusted("the join secret is unknown, used or expired", code="join_secret",
                         next_step="make a new join file: interlock nodes invite NODE")
     signed = trust_list.signed_for(node, trust, parts.signers, parts.settings, signers)

@@ -68,8 +68,9 @@ def peer(request: Request) -> str:
 
 
 def incident(desk: OrderDesk, node: str, what: str, path: str, **facts: Any) -> None:
-    """Queue the record of an incident about a node."""
-    desk.note(Event(EventType.INCIDENT, f"node:{node}", facts={"what": what, "path": path, **facts}))
+    """Queue the record of an incident about a node; the same one at most once a minute."""
+    desk.note_rarely(f"{node} {what} {path.partition('/runs/')[0]}", Event(
+        EventType.INCIDENT, f"node/{node}", facts={"what": what, "path": path, **facts}))
 
 
 def note_denied(request: Request, refusal: Refusal, node: str) -> None:

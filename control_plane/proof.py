@@ -52,7 +52,7 @@ def take_receipt(desk: OrderDesk, connection: Connection, node: str, signed: Sig
     orders.put_receipt(connection, order, node, result.value, signed, facts, now_us())
     changed = held is None or held.result != result.value
     if changed:
-        desk.note(Event(EventType.STOP_RECEIPT, f"node:{node}", facts={
+        desk.note(Event(EventType.STOP_RECEIPT, f"node/{node}", facts={
             "order": order, "node": node, "result": result.value, "receipt": facts}))
     return order
 

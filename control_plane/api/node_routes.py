@@ -170,7 +170,7 @@ def state(request: Request, node: Node, run: str, attempt: int, body: dict[str, 
         moved = lifecycle.take(connection, node, run, attempt, report)
         nodes.seen(connection, node, now_us())
         if moved and report.state in _EVENTS:
-            parts.ledger.record(Event(_EVENTS[report.state], f"node:{node}", run=run, facts={
+            parts.ledger.record(Event(_EVENTS[report.state], f"node/{node}", run=run, facts={
                 "attempt": attempt, "state": report.state, "outcome": report.outcome or {}, "node": node}), connection)
     parts.bell.ring()
     return {"state": report.state, "moved": moved}
@@ -275,6 +275,6 @@ def facts(request: Request, node: Node, body: FactsBody) -> dict[str, bool]:
         changed = row is None or json.loads(row.facts) != fresh
         nodes.set_facts(connection, node, fresh, now_us())
         if changed:
-            parts.ledger.record(Event(EventType.NODE_PROBED, f"node:{node}", facts={
+            parts.ledger.record(Event(EventType.NODE_PROBED, f"node/{node}", facts={
                 "profiles": fresh["profiles"], "tiers": fresh["tiers"]}), connection)
     return {"taken": True}

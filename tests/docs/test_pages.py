@@ -10,6 +10,9 @@ import pytest
 from typer.main import get_command
 
 from control_plane.__main__ import parser as control_plane_words
+from control_plane.api import node_routes
+from control_plane.api.context import declared
+from control_plane.app import ROUTERS
 from control_plane.cli.command import app
 from control_plane.cli.invocation import hoist
 from interlock.signed import FORMATS, STOP, Signed, key_id, public_from_text, verify
@@ -121,3 +124,21 @@ def test_the_example_of_a_signed_value_verifies() -> None:
     body = verify(Signed.from_json(json.loads(block[1])), STOP, {key_id(key): key})
     assert body["actor"] == "otto"
     assert [f for f in FORMATS if f"`{f}`" not in text] == []
+
+
+def test_every_route_stands_in_the_seams() -> None:
+    text = (ROOT / "docs" / "decisions" / "0001-seams.md").read_text()
+    people = {path for _, path in declared() if path.startswith("/api/")}
+    nodes = {getattr(route, "path", "") for route in node_routes.router.routes}
+    assert len(ROUTERS) > 9
+    assert len(people) > 25
+    assert len(nodes) > 10
+    named = set(re.findall(r"`?(?:GET |POST |DELETE )?(/[\w/.-]+)", text))
+    lacking = []
+    for path in sorted(people | nodes):
+        upper = re.sub(r"\{(\w+)\}", lambda m: m[1].upper(), path)
+        plain = re.sub(r"\{\w+\}", "ID", path)
+        ends = {"/" + "/".join(upper.split("/")[n:]) for n in range(4, upper.count("/") + 1)}  # `…/approve` `/refuse`
+        if not ({upper, plain} | ends) & named:
+            lacking.append(path)
+    assert lacking == []
