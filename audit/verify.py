@@ -35,6 +35,7 @@ FORMAT = "interlock/export/v1"
 GENESIS = "sha256:" + "0" * 64
 CONTROL = ("control", "control")
 MAX_BYTES = (1 << 31) - 1
+MAX_GAP = 1 << 24  # a made-up record may name any number; memory for what is missing has an end
 _LOCAL, _CENTRAL, _END = struct.Struct("<4s5H3I2H"), struct.Struct("<4s6H3I5H2I"), struct.Struct("<4s4H2IH")
 
 
@@ -220,6 +221,8 @@ def _follow(streams: dict[tuple[str, str], Stream], body: bytes) -> tuple[str, d
     stream, seq = streams.setdefault(name, Stream()), leaf["seq"]
     if seq < len(stream.digests) or stream.closed:
         raise Tampered("stream", f"{name[0]}/{name[1]}: record {seq} is out of order or after the end")
+    if seq - len(stream.digests) > MAX_GAP:
+        raise Tampered("stream", f"{name[0]}/{name[1]}: record {seq} is out of all proportion")
     if seq > len(stream.digests):
         stream.digests += [""] * (seq - len(stream.digests))
     elif leaf["prev"] != (stream.digests[-1] if stream.digests else GENESIS):
@@ -346,7 +349,8 @@ def verify(path: Path, vkey_text: str, *, selection: bool = False) -> Report:
         _check_export(report, data, key)
     except Tampered as error:
         report.add("tampered", error.code, str(error))
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError, struct.error) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError, OverflowError,
+            struct.error) as error:
         report.add("tampered", "unreadable", f"the export cannot be read: {type(error).__name__}")
     if key is None:
         report.integrity_only = True
@@ -360,7 +364,8 @@ def _print(report: Report) -> None:
     shown = {k: v for k, v in report.as_json().items() if k != "problems"}
     lines = [f"{name:15} {value}" for name, value in shown.items()]
     lines += [f"{p['status']}: [{p['code']}] {p['message']}" for p in report.problems]
-    sys.stdout.write("\n".join(lines) + "\n")
+    # Names in a forged export are anybody's: no control character reaches the terminal.
+    sys.stdout.write("".join(f"{ascii(x)[1:-1] if not x.isprintable() else x}\n" for x in lines))
 
 
 class _Parser(argparse.ArgumentParser):

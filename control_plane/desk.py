@@ -13,6 +13,7 @@ Rules:
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -36,6 +37,7 @@ from interlock.signed import STOP, Signed, add_signature, public_from_text, sign
 from killswitch.state import digest_of
 
 ANCHOR_S, STORE_S = 0.5, 0.5
+RARELY_S, MAX_NOTED = 60.0, 10_000
 _WORDS = {
     "order_log": "the order log does not answer",
     "recovering": "the database is behind the order log",
@@ -71,6 +73,7 @@ class OrderDesk:
         self._stored: set[str] = set()
         self._top = 0
         self._unrecorded: list[Event] = []
+        self._noted: dict[str, float] = {}
 
     # --- looking ----------------------------------------------------------------------------------
     def standing(self, connection: Connection) -> Standing:
@@ -295,6 +298,17 @@ class OrderDesk:
         """Queue a record that must not delay what it is about; the ticker writes it."""
         with self._telling:
             self._unrecorded.append(event)
+
+    def note_rarely(self, key: str, event: Event) -> None:
+        """Queue a record that somebody outside can cause at will: one a minute under the same `key`."""
+        now = time.monotonic()
+        with self._telling:
+            if len(self._noted) > MAX_NOTED:
+                self._noted.clear()
+            if now - self._noted.get(key, -RARELY_S) < RARELY_S:
+                return
+            self._noted[key] = now
+        self.note(event)
 
     def record_late(self) -> None:
         """Write the records that wait for the ledger; what cannot be written waits on."""

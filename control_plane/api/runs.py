@@ -36,7 +36,7 @@ from interlock.tier import Tier
 from interlock.touched import dataset_of, resource_of
 
 router = APIRouter()
-MAX_CODE = 1 << 20
+MAX_CODE, MAX_CODE_PERSON = 1 << 20, 256 << 20
 MAX_WAIT_S, RECHECK_S = 30, 5.0
 
 declare({
@@ -83,6 +83,10 @@ async def upload(request: Request, caller: SignedIn) -> dict[str, str]:
 
     def keep() -> None:
         with writing(parts_of(request).engine) as connection:
+            fresh = not runs.has_code(connection, digest)
+            if fresh and runs.code_size(connection, caller.person) + len(data) > MAX_CODE_PERSON:
+                raise Conflict(f"you keep more than {MAX_CODE_PERSON >> 20} MiB of code files", code="code_quota",
+                               next_step="use files that were uploaded before, or put large ones into a data set")
             runs.put_code(connection, digest, data, caller.person, now_us())
 
     await run_in_threadpool(keep)

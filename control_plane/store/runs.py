@@ -134,6 +134,12 @@ def put_code(connection: Connection, digest: str, data: bytes, by: str, now_us: 
         connection.execute(insert(code_files).values(digest=digest, data=data, by=by, at_us=now_us))
 
 
+def code_size(connection: Connection, by: str) -> int:
+    """Return how many bytes of code files that person uploaded."""
+    size = select(func.coalesce(func.sum(func.length(code_files.c.data)), 0)).where(code_files.c.by == by)
+    return int(connection.execute(size).scalar_one())
+
+
 def needs_code(connection: Connection, node: str, digest: str) -> bool:
     """Return whether an attempt on `node` names that code file in its plan."""
     rows = connection.execute(

@@ -290,3 +290,19 @@ def test_the_verifier_shares_no_code_with_us() -> None:
     assert "import interlock" not in source
     assert "from interlock" not in source
     assert "from audit" not in source
+
+
+@pytest.mark.parametrize("seq", [1 << 25, 10**12, 10**40])
+def test_refuses_when_a_forged_record_asks_for_memory(seq: int) -> None:
+    leaf = {"node": "n1", "stream": "s", "seq": seq, "prev": GENESIS, "event": {"type": "run.step"}}
+    with pytest.raises(audit.verify.Tampered):
+        audit.verify.check_streams(audit.verify.Report(), [json.dumps(leaf).encode()], [])
+
+
+def test_a_forged_name_moves_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    report = audit.verify.Report()
+    report.add("tampered", "stream", "n1\x1b[2J\r\ud800: record 1")
+    audit.verify._print(report)
+    shown = capsys.readouterr().out
+    assert "record 1" in shown
+    assert not set(shown) & {"\x1b", "\r", "\ud800"}

@@ -11,15 +11,19 @@ from typing import Any
 import anyio.to_thread
 import httpx
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sqlalchemy import text
 
-from control_plane import admission, lifecycle
+from control_plane import admission, joining, lifecycle
 from control_plane import app as joint
 from control_plane.api import context
+from control_plane.api import runs as runs_api
 from control_plane.auth import apikeys
 from control_plane.store import people
 from control_plane.store.db import reading, writing
+from interlock.errors import Untrusted
 from interlock.order import Scope
+from interlock.signed import public_text
 from tests.control_plane.conftest import House, Human
 from tests.control_plane.test_runs import approve, proof
 
@@ -308,3 +312,41 @@ def test_roles_are_replaced_and_sessions_end(staffed: House) -> None:
     answer = staffed.post("/api/people/rob/roles", ada, {"roles": ["on_call"]})
     assert answer.json() == {"name": "rob", "roles": ["on_call"]}
     assert staffed.get("/api/whoami", rob).status_code == 401
+
+
+# --- floods ----------------------------------------------------------------------------------------------
+def test_refuses_when_a_person_fills_the_disk_with_code(staffed: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs_api, "MAX_CODE_PERSON", 3000)
+    rob, eve = staffed.people["rob"], staffed.person("eve", "researcher")
+
+    def upload(who: Human, data: bytes) -> Any:
+        return staffed.client.post("/api/code", content=data, headers=who.headers)
+
+    assert [upload(rob, bytes([n]) * 1000).status_code for n in range(3)] == [200] * 3
+    assert code_of(upload(rob, b"x" * 1000)) == "conflict.code_quota"
+    assert upload(rob, b"\x01" * 1000).status_code == 200  # the same file takes no more room
+    assert upload(eve, b"x" * 1000).status_code == 200
+
+
+def test_a_stranger_at_the_node_listener_does_not_fill_the_ledger(staffed: House) -> None:
+    waiting = staffed.parts.desk.unrecorded()
+    key = public_text(Ed25519PrivateKey.generate().public_key())
+    for n in range(50):
+        with pytest.raises(Untrusted):
+            joining.join(staffed.parts, f"guess {n}", "csr", key)
+    assert staffed.parts.desk.unrecorded() == waiting + 1
+
+
+def test_a_thousand_stops_do_not_slow_a_heartbeat_down(staffed: House) -> None:
+    """Any owner may stop his own run as often as he likes; heartbeats hold the database's only write lock."""
+    host, desk = staffed.host(), staffed.parts.desk
+    run = staffed.launch()
+    desk._in_order_log = lambda _: None  # type: ignore[method-assign,assignment]  # the disk is not what is timed
+    desk._in_database = lambda *_: True  # type: ignore[method-assign]
+    for n in range(1000):
+        desk.accept_stop(Scope.parse(f"run:run_{n}"), "test", "again")
+    host.beat((run, 1), nonce="")
+    begun = time.process_time()
+    for _ in range(5):
+        host.beat((run, 1), nonce="")
+    assert (time.process_time() - begun) / 5 < 0.25
