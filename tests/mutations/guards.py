@@ -549,14 +549,6 @@ CORE = [
         root=True,
     ),
     m(
-        "ended attempts keep their descriptors",
-        "killswitch/page.py",
-        "        self._page.close()",
-        "        pass",
-        "killswitch/test_supervisor.py::test_ended_attempts_hold_no_descriptors",
-        root=True,
-    ),
-    m(
         "a large answer may change under the reader",
         "killswitch/door.py",
         "sealed = len(fds) == 1 and fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & SEALS == SEALS",
@@ -1331,5 +1323,35 @@ MORE = [
         "except NotFound as error:",
         "chaos/test_node_faults.py::test_a_full_disk_at_the_node_refuses_in_words_and_heals",
         root=True,
+    ),
+    # --- what every room writes, and how much a node takes ---
+    m(
+        "new file over an old one",
+        "interlock/durable.py",
+        "        os.link(draft, path)",
+        "        os.replace(draft, path)",
+        "test_durable.py::test_a_new_file_is_made_once_and_private",
+    ),
+    m(
+        "small file named before it is on disk",
+        "interlock/durable.py",
+        "            out.flush()\n            os.fsync(fd)",
+        "            out.flush()",
+        "test_durable.py::test_the_bytes_are_on_disk_before_the_name",
+    ),
+    m(
+        "answer without a limit",
+        "runners/upstream.py",
+        "        if size > ANSWER_LIMIT:",
+        "        if size < 0:",
+        _R + "upstream.py::test_refuses_when_an_answer_is_larger_than_the_limit",
+        root=True,
+    ),
+    m(
+        "dead sign-ins kept for ever",
+        "control_plane/store/sessions.py",
+        "    return sum(connection.execute(statement).rowcount for statement in dead)",
+        "    return len(dead)",
+        "control_plane/test_forget.py::test_counters_proofs_and_sessions_of_last_week_are_dropped",
     ),
 ]
