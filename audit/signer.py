@@ -21,7 +21,7 @@ Proof = Callable[[int, int], list[bytes]]
 def _fork(why: str) -> Conflict:
     return Conflict(
         f"this database contradicts the last signed tree head: {why}", code="fork",
-        next_step="restore the newest database; nothing is signed until it fits; tell the auditors",
+        next_step="docs/runbooks/restore.md: restore the newest database; nothing is signed until it fits",
     )
 
 

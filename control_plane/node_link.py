@@ -69,7 +69,8 @@ def peer(request: Request) -> str:
 
 def incident(desk: OrderDesk, node: str, what: str, path: str, **facts: Any) -> None:
     """Queue the record of an incident about a node; the same one at most once a minute."""
-    desk.note_rarely(f"{node} {what} {path.partition('/runs/')[0]}", Event(
+    last = path.rpartition("/")[2]
+    desk.note_rarely(f"{node} {what} {last if last.isalpha() else ''}", Event(
         EventType.INCIDENT, f"node/{node}", facts={"what": what, "path": path, **facts}))
 
 

@@ -29,7 +29,7 @@ from control_plane.store import runs
 from control_plane.store.db import now_us, reading, writing
 from interlock.call import Action, Resource, new_id
 from interlock.canon import digest_bytes
-from interlock.errors import ApprovalRequired, Conflict, Halted, Malformed, NotFound, Refusal
+from interlock.errors import ApprovalRequired, Conflict, Halted, Malformed, NotFound, Refusal, Unavailable
 from interlock.event import Event, EventType
 from interlock.order import Plan
 from interlock.tier import Tier
@@ -97,6 +97,7 @@ async def upload(request: Request, caller: SignedIn) -> dict[str, str]:
 def launch(request: Request, caller: SignedIn, body: RunBody) -> dict[str, Any]:
     """Admit a plan and place its first attempt."""
     parts, plan = parts_of(request), Plan.from_json(body.plan)
+    _require_evidence(request)
     run = new_id("run")
     try:
         return _launch(request, parts, caller, plan, run, body)
@@ -104,6 +105,14 @@ def launch(request: Request, caller: SignedIn, body: RunBody) -> dict[str, Any]:
         if refusal.code != "stopped.epoch":
             raise
         return _launch(request, parts, caller, plan, run, body)
+
+
+def _require_evidence(request: Request) -> None:
+    """Refuse new work while the ledger can sign no head: nobody could verify what it leaves. Raises Unavailable."""
+    fault = str(getattr(request.app.state, "faults", {}).get("tree", ""))
+    if fault.startswith("conflict."):
+        raise Unavailable(f"the ledger signs no tree head ({fault}), so no new work starts", code="evidence",
+                          next_step="docs/runbooks/restore.md; stops, approvals and looking go on")
 
 
 def _launch(request: Request, parts: Parts, caller: Caller, plan: Plan, run: str, body: RunBody) -> dict[str, Any]:
@@ -165,6 +174,7 @@ def restart(request: Request, caller: SignedIn, run: Id, body: RestartBody | Non
     """Place a new attempt inside the plan's restart budget; the gate is asked again, no new person is."""
     parts = parts_of(request)
     row = _row(request, caller, run)
+    _require_evidence(request)
     plan, number = Plan.from_json(json.loads(row.plan)), int(row.attempt) + 1
     _may_restart(caller, row, plan, number)
     who = Requester(row.subject, row.owner, row.tenant)

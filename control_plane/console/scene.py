@@ -109,7 +109,8 @@ def status(parts: Parts, faults: dict[str, str]) -> dict[str, Any]:
     return {
         "armed": seen["armed"], "armed_why": _why_armed(seen), "last_stop": listed[0] if listed else None,
         "runs_by_tier": counts, "approvals_waiting": seen["approvals_waiting"], "head": seen["tree_head"],
-        "streams_lost": len(parts.ledger.gaps()), "recovering": seen["grants"]["why"] == "recovering",
+        "streams_lost": len(parts.ledger.gaps()), "evidence_fault": faults.get("tree", ""),
+        "recovering": seen["grants"]["why"] == "recovering",
         "trust_warning": seen["trust"]["warning"],
         "stops": [s for s in listed if not s["cleared_by"]], "acts": acts(parts),
         "nodes": [{**n, "id": n["node"]} for n in rows],

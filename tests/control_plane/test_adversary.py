@@ -12,6 +12,7 @@ import anyio.to_thread
 import httpx
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from fastapi.testclient import TestClient
 from sqlalchemy import text
 
 from control_plane import admission, joining, lifecycle
@@ -21,6 +22,7 @@ from control_plane.api import runs as runs_api
 from control_plane.auth import apikeys
 from control_plane.store import people
 from control_plane.store.db import reading, writing
+from control_plane.ticker import Ticker, sequence
 from interlock.errors import Untrusted
 from interlock.order import Scope
 from interlock.signed import public_text
@@ -350,3 +352,39 @@ def test_a_thousand_stops_do_not_slow_a_heartbeat_down(staffed: House) -> None:
     for _ in range(5):
         host.beat((run, 1), nonce="")
     assert (time.process_time() - begun) / 5 < 0.25
+
+
+# --- an old database -------------------------------------------------------------------------------------
+def test_refuses_when_a_restored_database_lacks_signed_records(staffed: House) -> None:
+    """No second history under the same key: no head, export or launch; stops and records go on."""
+    parts = staffed.parts
+    staffed.host()
+    sequence(parts)
+    backup = staffed.state / "old.db"
+    with sqlite3.connect(str(parts.engine.url.database)) as now, sqlite3.connect(backup) as old:
+        now.backup(old)
+    staffed.launch()
+    sequence(parts)
+    with sqlite3.connect(backup) as old, sqlite3.connect(str(parts.engine.url.database)) as now:
+        old.backup(now)
+    again = joint.build(parts.settings)
+    try:
+        assert joint.start(again) == {}
+        ticker = Ticker.of(again)
+        ticker.tick()
+        assert ticker.faults == {"tree": "conflict.fork"}
+        client = TestClient(joint.people_app(again, ticker))
+        rob, cora, olga = (staffed.people[n] for n in ("rob", "cora", "olga"))
+        plan = {"plan": {"argv": ["true"], "tier": "none", "tenant": "lab"}}
+        assert code_of(client.post("/api/runs", json=plan, headers=rob.headers)) == "unavailable.evidence"
+        assert code_of(client.post("/api/audit/exports", headers=olga.headers)) == "conflict.fork"
+        assert client.post("/api/stop", json={"scope": "everything"}, headers=cora.headers).status_code == 200
+        again.desk.record_late()
+        kept = "select count(*) from ledger_outbox where cast(body as text) like '%stop.accepted%'"
+        assert count(staffed, kept) == 1
+        page = client.get("/", headers={"cookie": f"{context.COOKIE}={cora.session}"}).text
+        assert "conflict.fork" in page
+        assert "docs/runbooks/restore.md" in page
+    finally:
+        again.desk.close()
+        again.engine.dispose()
