@@ -22,11 +22,12 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from interlock.errors import Malformed, Untrusted
-from interlock.keyfile import read_private
+from interlock.keyfile import read_private, write_private
 
 NODE_URI = "interlock://node/"
 NODE_LIFE = timedelta(hours=24)
 _SERVER_LIFE = timedelta(days=365)
+_SERVER_SPARE = timedelta(days=30)
 _CA_LIFE = timedelta(days=3650)
 _SKEW = timedelta(minutes=5)
 _NODE_ID = re.compile(r"^[a-z0-9][a-z0-9-]{0,62}$")
@@ -85,9 +86,11 @@ class Authority:
             key = load_pem_private_key(raw, None)
             certificate = x509.load_pem_x509_certificate(read_private(keys / "ca.pem"))
         except ValueError:
-            raise Malformed("the site CA cannot be read", code="key_file") from None
+            raise Malformed("the site CA cannot be read", code="key_file",
+                            next_step="restore it from the backup of the keys") from None
         if not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise Malformed("the site CA is not an elliptic-curve key", code="key_file")
+            raise Malformed("the site CA is not an elliptic-curve key", code="key_file",
+                            next_step="restore it from the backup of the keys")
         return cls(key, certificate)
 
     def pem(self) -> str:
@@ -138,6 +141,37 @@ class Authority:
         uri = x509.UniformResourceIdentifier(NODE_URI + node_id(node))
         leaf = self._leaf(node, public, NODE_LIFE, [uri], ExtendedKeyUsageOID.CLIENT_AUTH)
         return leaf.public_bytes(Encoding.PEM).decode()
+
+
+def ready_server(keys: Path) -> None:
+    """Make sure that the node listener has a key and a certificate in force; both are issued anew by the site CA
+    when they are missing or the certificate ends within 30 days. Nodes pin the CA, so they notice nothing.
+
+    Raises Untrusted (mode), Malformed (``malformed.key_file``: unreadable, or the two are no pair).
+    """
+    key_file, certificate_file = keys / "tls.key.pem", keys / "tls.pem"
+    if not key_file.exists() and not certificate_file.exists():
+        _issue_server(keys)
+        return
+    step = f"restore both from the backup, or move {key_file} and {certificate_file} away: they are made anew"
+    try:
+        key = load_pem_private_key(read_private(key_file), None)
+        certificate = x509.load_pem_x509_certificate(read_private(certificate_file))
+    except ValueError:
+        raise Malformed("key or certificate of the node listener cannot be read", code="key_file",
+                        next_step=step) from None
+    if key.public_key() != certificate.public_key():
+        raise Malformed("key and certificate of the node listener are no pair", code="key_file", next_step=step)
+    if certificate.not_valid_after_utc - datetime.now(UTC) < _SERVER_SPARE:
+        _issue_server(keys)
+
+
+def _issue_server(keys: Path) -> None:
+    for name, data in zip(("tls.key.pem", "tls.pem"), Authority.load(keys).server(), strict=True):
+        fresh = keys / f"{name}.new"
+        fresh.unlink(missing_ok=True)
+        write_private(fresh, data)
+        fresh.replace(keys / name)
 
 
 def named_node(certificate_pem: str, now: datetime | None = None) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 import uvicorn
 
 from control_plane import app as joint
+from control_plane.certificates import ready_server
 from control_plane.init import refuse_unfinished
 from control_plane.node_link import listener
 from control_plane.parts import Parts
@@ -90,6 +91,7 @@ def run(settings: Settings) -> None:
     refuse_unfinished(settings.places)
     os.umask(0o077)
     with alone(settings.places):
+        ready_server(settings.places.keys)
         people, nodes = bind(settings.people_port), bind(settings.nodes_port)
         parts = joint.build(settings)
         try:

@@ -50,7 +50,8 @@ def read_kek(keys: Path) -> bytes:
     """Return the 32-byte key-encryption key; raises Untrusted, Unavailable or Malformed."""
     raw = read_private(keys / "kek.key")
     if len(raw) != 32:
-        raise Malformed("kek.key is not a key of 32 bytes", code="key_file")
+        raise Malformed("kek.key is not a key of 32 bytes", code="key_file",
+                        next_step="restore it from the backup of the keys")
     return raw
 
 

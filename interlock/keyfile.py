@@ -36,7 +36,8 @@ def read_private(path: Path, *, limit: int = 65536) -> bytes:
     info = os.fstat(fd)
     if not stat.S_ISREG(info.st_mode) or info.st_uid not in (0, os.geteuid()):
         os.close(fd)
-        raise Untrusted(f"{path} is not a regular file of yours", code="key_file")
+        raise Untrusted(f"{path} is not a regular file of yours", code="key_file",
+                        next_step=f"look at it: ls -l {path}")
     with os.fdopen(fd, "rb") as source:
         if info.st_mode & 0o077:
             raise Untrusted(
@@ -54,5 +55,6 @@ def read_ed25519(path: Path) -> Ed25519PrivateKey:
     """Load an Ed25519 private key; raises Untrusted, Unavailable or Malformed."""
     raw = read_private(path)
     if len(raw) != 32:
-        raise Malformed(f"{path} is not a raw Ed25519 key of 32 bytes", code="key_file")
+        raise Malformed(f"{path} is not a raw Ed25519 key of 32 bytes", code="key_file",
+                        next_step="restore it from the backup of the keys")
     return Ed25519PrivateKey.from_private_bytes(raw)

@@ -24,6 +24,8 @@ from cryptography.x509.oid import NameOID
 from audit import marks
 from interlock.errors import Malformed, Untrusted
 
+_JOIN_ANEW = "move the folder of the node away, then join with a new join file"
+
 
 def new_key() -> ec.EllipticCurvePrivateKey:
     """Return a fresh P-256 key."""
@@ -40,7 +42,7 @@ def read_key(pem: bytes) -> ec.EllipticCurvePrivateKey:
     try:
         key = load_pem_private_key(pem, None)
     except ValueError:
-        raise Malformed("the node key is not a PEM key", code="node_key") from None
+        raise Malformed("the node key is not a PEM key", code="node_key", next_step=_JOIN_ANEW) from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise Malformed("the node key is not ECDSA", code="node_key")
     return key
@@ -59,7 +61,7 @@ def read_certificate(pem: str | bytes) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(pem if isinstance(pem, bytes) else pem.encode())
     except ValueError:
-        raise Malformed("not a PEM certificate", code="certificate") from None
+        raise Malformed("not a PEM certificate", code="certificate", next_step=_JOIN_ANEW) from None
 
 
 def pem(certificate: x509.Certificate) -> str:
