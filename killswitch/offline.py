@@ -19,7 +19,7 @@ from interlock.order import Result
 from interlock.permit import boottime_ms
 from killswitch.ladder import LIMIT_MS, Outcome, climb
 from killswitch.latch import drop
-from killswitch.store import Entry, boot_id, removed_note
+from killswitch.store import Entry, boot_id, noted_groups, removed_note
 from killswitch.verify import Target
 from sandbox.cgroup import Group
 
@@ -73,7 +73,7 @@ def _report(latch: str, outcomes: dict[str, Outcome], latency_ms: int) -> dict[s
 def _targets(folder: Path, run: str | None) -> list[Found]:
     """Return the groups that the books and the tree name, each once."""
     found = {e.name: Found(e.name, Group(e.name, e.groups)) for e in _open_entries(folder) if run in (None, e.run)}
-    for group in _tree(folder):
+    for group in noted_groups(folder):
         if run is None or group.id.rpartition(".")[0] == run:
             found.setdefault(group.id, Found(group.id, group))
     return [found[name] for name in sorted(found) if found[name].group.paths]
@@ -87,15 +87,6 @@ def _open_entries(folder: Path) -> list[Entry]:
             if not entry.closed and entry.boot_id == boot_id():
                 entries.append(entry)
     return entries
-
-
-def _tree(folder: Path) -> list[Group]:
-    try:
-        paths: dict[str, str] = parse((folder / "tree.json").read_bytes())["paths"]
-    except (OSError, Refusal, KeyError, TypeError):
-        return []
-    names = {child.name for p in paths.values() for child in Path(p, "runs").glob("*") if child.is_dir()}
-    return [Group(n, {key: f"{p}/runs/{n}" for key, p in paths.items()}) for n in sorted(names)]
 
 
 def poll(ask: Any, order: str, wait_s: float) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from interlock.keyfile import read_ed25519, write_ed25519
 from interlock.order import Labels, ResumeOrder, StopOrder
 from killswitch.latchbook import LatchBook, Latched
 from killswitch.state import StopState
+from sandbox.cgroup import Group
 
 
 @dataclass(frozen=True)
@@ -198,6 +199,16 @@ def removed_note(folder: Path, name: str) -> Path:
     """Return the file by which the direct way (offline.py) says that the groups of ``RUN.ATTEMPT`` are gone:
     a group that is missing is then no riddle."""
     return folder / "runs" / f"{name}.removed"
+
+
+def noted_groups(folder: Path) -> list[Group]:
+    """Return the groups in the tree that the last supervisor of this state noted; none when it noted none."""
+    try:
+        paths: dict[str, str] = parse((folder / "tree.json").read_bytes())["paths"]
+    except (OSError, Refusal, KeyError, TypeError):
+        return []
+    names = {child.name for p in paths.values() for child in Path(p, "runs").glob("*") if child.is_dir()}
+    return [Group(n, {key: f"{p}/runs/{n}" for key, p in paths.items()}) for n in sorted(names)]
 
 
 def _disk(error: OSError) -> Unavailable:

@@ -13,7 +13,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -33,10 +33,10 @@ from killswitch.latchbook import Latched
 from killswitch.order import UNJOINED, Host, kind_of, local_scope, use_break_glass, verify_resume, verify_stop
 from killswitch.page import StopPageWriter
 from killswitch.runs import Run, State
-from killswitch.store import Entry, Store, boot_id
+from killswitch.store import Entry, Store, boot_id, noted_groups
 from killswitch.trust import Trust, load
 from killswitch.verify import Target, exited
-from sandbox.cgroup import Group, Tree, own_tree
+from sandbox.cgroup import UNIFIED, Group, Tree, own_tree
 
 PAGE_MS, LOOK_MS = 250, 1_000
 _RETRY_S = 1.0
@@ -86,17 +86,20 @@ class Supervisor:
 
     def start(self) -> None:
         """Sweep: end every run of the tree and of the books, then publish. Waits at most the ladder's limit."""
-        with suppress(OSError):  # a full disk keeps no supervisor from starting
-            self.store.write("tree.json", canonical({"paths": self.tree.paths}))
+        # Started from another control group than the last one, its tree lies elsewhere.
+        here = f"{self.tree.paths[UNIFIED]}/runs/"
+        earlier = [g for g in noted_groups(self.store.folder) if not g.paths.get(UNIFIED, "").startswith(here)]
         with self.lock:
             for entry in self.store.entries():
                 self.books[entry.name] = entry
                 if not entry.closed:
                     self._sweep_entry(entry)
-            self._end_aliens()
+            self._end_aliens(earlier)
             self._reopen_effects()
             self.publish()
             self.changed.wait_for(lambda: not self.leftovers(), LIMIT_MS / 1000)
+        with suppress(OSError):  # a full disk keeps no supervisor from starting
+            self.store.write("tree.json", canonical({"paths": self.tree.paths}))
         for page in (self.runtime / "deadlines").glob("*"):
             page.unlink(missing_ok=True)
         self.tick()
@@ -124,8 +127,8 @@ class Supervisor:
         """Return what an earlier supervisor left and is not gone yet; nothing is admitted beside it."""
         return [r.name for r in self.runs.values() if r.swept and r.state is not State.GONE]
 
-    def _end_aliens(self) -> None:
-        for group in self.tree.groups():
+    def _end_aliens(self, elsewhere: Iterable[Group] = ()) -> None:
+        for group in (*self.tree.groups(), *elsewhere):
             known = self.runs.get(group.id)
             if known is None or (known.state is State.GONE and group.exists()):
                 entry = self.books.get(group.id) or _alien(group, self.node, self.boot_id)

@@ -663,6 +663,15 @@ CORE = [
         "    if fault.startswith(\"never.\"):",
         "control_plane/test_adversary.py::test_refuses_when_a_restored_database_lacks_signed_records",
     ),
+    m(
+        "G15 an earlier tree lives on",
+        "killswitch/supervisor.py",
+        "            self._end_aliens(earlier)",
+        "            self._end_aliens()",
+        "killswitch/test_supervisor.py::"
+        "test_G15_a_restart_from_another_control_group_ends_what_lies_in_the_earlier_tree",
+        root=True,
+    ),
 ]
 
 MORE = [
