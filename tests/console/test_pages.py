@@ -101,6 +101,28 @@ def test_nothing_is_cut_off_on_a_phone(site: Site, chromium: Browser, stopped: d
     made.close()
 
 
+def test_a_trust_change_is_shown_with_names_and_key_ids(site: Site, chromium: Browser) -> None:
+    """Two pinned officers: the Status page warns; the request says whose keys nodes will believe."""
+    site.enrol(site.api("ada", "POST", "/api/invitations", name="opal", roles=["safety_officer"], tenant="lab")["link"])
+    asked = site.api("ada", "POST", "/api/trust/changes", add=["opal"], reason="a third officer")
+    waits = site.api("olga", "GET", "/api/trust")["waiting"][0]
+    made = context(chromium, site, "olga", viewport={"width": 320, "height": 700})
+    page = made.new_page()
+    with watched(page) as seen:
+        page.goto("/")
+        assert "Fewer than three pinned safety officers" in page.locator("main").inner_text()
+        page.goto(f"/approvals/{asked['request']}")
+        row = page.locator("tr", has_text="opal").inner_text()
+        assert waits["key_id"] in row
+        assert "added" in row
+        assert f"interlock approve {asked['request']}" in page.locator("main").inner_text()
+        assert page.locator("main form input[name=code]").count() == 0
+        assert violations(page) == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= 320
+    assert seen == []
+    made.close()
+
+
 def test_sign_in_with_both_factors_and_out(site: Site, chromium: Browser) -> None:
     made = context(chromium, site, None)
     page = made.new_page()
