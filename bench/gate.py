@@ -79,7 +79,7 @@ def measure(folder: Path) -> dict[str, object]:
     load_ms = (time.perf_counter() - start) * 1000
     stock = stock_of(folder)
     call = Call(Action.LAUNCH, Subject("per_1", "demo"), Resource("pool", "default", "demo", Tier.NONE))
-    facts = Facts(frozenset({"researcher"}))
+    facts = Facts(frozenset({"researcher"}), bundle_age_ms=0)
     gate = Gate(engine.decide, lambda _: None, lambda e: Written(e.id, "null", 0), lambda: 0)
 
     def by_stock() -> bool:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 FRESH_MS = 300_000
+NEVER_MS = 2**52  # the age of what was never confirmed; it decides nothing
 EVERYONE = "everyone"
 
 
@@ -15,7 +16,8 @@ class Facts:
     when there was none; `mfa_bound` the digest that the factor was given for; `approvals` how many OTHER
     persons approved the call's `bound` digest; `programmes` partner programmes with a live membership;
     `bundle_age_ms` milliseconds since bundle, snapshot and stop state were last confirmed, counted from the
-    sending of that question; `state` of the site; `own` whether the resource is the subject's own.
+    sending of that question (left out: never, which permits nothing); `state` of the site; `own` whether the
+    resource is the subject's own.
     """
 
     roles: frozenset[str] = frozenset()
@@ -23,7 +25,7 @@ class Facts:
     mfa_bound: str = ""
     approvals: int = 0
     programmes: frozenset[str] = frozenset()
-    bundle_age_ms: int = 0
+    bundle_age_ms: int = NEVER_MS
     state: Literal["ready", "bootstrap"] = "ready"
     own: bool = False
 

@@ -21,12 +21,11 @@ from interlock.permit import boottime_ms
 from policy import bundle as bundles
 from policy import decide as deciding
 from policy import snapshot as snapshots
-from policy.facts import Facts
+from policy.facts import NEVER_MS, Facts
 from policy.rbac import Engine
 from runners.folders import Folders
 from runners.upstream import Upstream
 
-NEVER_MS = 2**52
 Keys = Mapping[str, Ed25519PublicKey]
 
 

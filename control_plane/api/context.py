@@ -199,7 +199,7 @@ def facts_of(
         roles, here = people.roles_of(connection, caller.person, caller.tenant), state(connection)
     age = caller.mfa_age_ms() if proof is None else (now_us() - proof.at_us) // 1000
     return Facts(roles=roles, mfa_age_ms=age, mfa_bound="" if proof is None else proof.bound, approvals=approvals,
-                 state=here, own=own)
+                 bundle_age_ms=0, state=here, own=own)  # its own bundle and stop state, read now
 
 
 def shown_proof(request: Request, caller: Caller, step_up: str | None, action: Action, bound: str) -> rows.Proof | None:

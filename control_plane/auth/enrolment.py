@@ -91,7 +91,7 @@ def confirm(site: Site, secret: str, code: str, source_ip: str, client: str = "c
     with reading(site.engine) as connection:
         link = links.open_link(connection, secret)
         person = people.by_id(connection, link.person)
-        facts = Facts(state=state(connection))
+        facts = Facts(bundle_age_ms=0, state=state(connection))
     if person is None:
         raise links.no_link()
     limits = throttle.for_code(person.id, source_ip)

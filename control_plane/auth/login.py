@@ -41,7 +41,8 @@ def _refused(site: Site, claimed: str, reason: str, source_ip: str) -> None:
 
 def _ask_gate(site: Site, person: people.Person, source_ip: str) -> None:
     with reading(site.engine) as connection:
-        facts = Facts(roles=people.roles_of(connection, person.id, person.tenant), state=state(connection))
+        roles = people.roles_of(connection, person.id, person.tenant)
+        facts = Facts(roles=roles, bundle_age_ms=0, state=state(connection))
     subject = Subject(person.id, person.tenant, "person", person.id)
     what = Resource("person", person.name, person.tenant)
     site.gate.ask(Call(Action.SIGN_IN, subject, what, source_ip=source_ip), facts)

@@ -82,7 +82,7 @@ def test_G4_refuses_when_the_database_is_behind_the_order_log(staffed: House) ->
     assert answer["leases"] == []
     assert answer["refused"] == []  # silence, not REFUSED: nothing is known against this run
     with pytest.raises(Refusal) as refused:
-        staffed.parts.gate.ask(_launch_call(staffed), Facts(roles=frozenset({"researcher"})))
+        staffed.parts.gate.ask(_launch_call(staffed), Facts(roles=frozenset({"researcher"}), bundle_age_ms=0))
     assert refused.value.code == "stopped.unreadable"
     assert standing(staffed).why == "recovering"
     staffed.parts.desk.catch_up()
@@ -169,13 +169,13 @@ def test_G6_the_standing_is_read_in_the_granting_transaction(staffed: House) -> 
     """A stop that arrives between the gate's answer and the grant is seen: the permit is void."""
     staffed.host()
     rob = staffed.people["rob"]
-    permit = staffed.parts.gate.ask(_launch_call(staffed), Facts(roles=frozenset({"researcher"})))
+    permit = staffed.parts.gate.ask(_launch_call(staffed), Facts(roles=frozenset({"researcher"}), bundle_age_ms=0))
     placement = _placement(rob.id)
     staffed.stop("tenant:elsewhere")
     with pytest.raises(Halted) as refused:
         issuer.place(staffed.parts.desk, staffed.parts.signers, permit, placement, "pool/default")
     assert refused.value.code == "stopped.epoch"
-    permit = staffed.parts.gate.ask(_launch_call(staffed), Facts(roles=frozenset({"researcher"})))
+    permit = staffed.parts.gate.ask(_launch_call(staffed), Facts(roles=frozenset({"researcher"}), bundle_age_ms=0))
     order = issuer.place(staffed.parts.desk, staffed.parts.signers, permit, placement, "pool/default")
     assert order.epoch == standing(staffed).epoch
 

@@ -15,7 +15,7 @@ from policy.gate import Gate
 from policy.rbac import Engine
 from tests.policy.conftest import call
 
-FACTS = Facts(frozenset({"researcher"}))
+FACTS = Facts(frozenset({"researcher"}), bundle_age_ms=0)
 STOP = StopOrder("a" * 32, Scope(ScopeKind.EVERYTHING), Mode.KILL, 7, "per_oncall", "drill")
 YES, NO = Decision(Effect.ALLOW, "allowed", "allowed"), Decision(Effect.DENY, "no_match", "no rule")
 
@@ -233,3 +233,11 @@ def test_refusals_say_what_is_missing(example: Engine) -> None:
     assert (person.value.details["needed"], person.value.details["given"]) == (2, 1)
     assert gate.ask(call(tier=Tier.CRITICAL, bound=plan), replace(one, approvals=2))
     assert len(site.events) == 3
+
+
+def test_refuses_when_nobody_said_how_old_the_policy_is() -> None:
+    """What is left out of the facts is never fresh."""
+    site = Site()
+    assert site.gate.ask(call(), FACTS)
+    with pytest.raises(Stale):
+        site.gate.ask(call(), Facts(frozenset({"researcher"})))
