@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from interlock.errors import Denied, Unavailable
+from interlock.errors import Denied, NotFound, Unavailable
 
 
 def data_roots(paths: Sequence[str]) -> tuple[Path, ...]:
@@ -26,7 +26,8 @@ def data_roots(paths: Sequence[str]) -> tuple[Path, ...]:
 def within(path: str, roots: Sequence[Path]) -> Path:
     """Return the resolved path when it lies within a root; raises Denied (``denied.data_root``).
 
-    An existing path outside and a missing one are refused alike: the answer says nothing about the host.
+    An existing path outside and a missing one are refused alike: the answer says nothing about the host. Within
+    a root a missing one is NotFound (``not_found.data``).
     """
     real = Path(os.path.realpath(path))
     if not any(real == root or root in real.parents for root in roots):
@@ -34,4 +35,7 @@ def within(path: str, roots: Sequence[Path]) -> Path:
             f"{path} is outside the data roots of this node", code="data_root",
             next_step="put it below a data root, or start the node with --data-root",
         )
+    if not real.exists():
+        raise NotFound(f"{path} is not on this node", code="data",
+                       next_step="name a file or folder that lies below a data root")
     return real

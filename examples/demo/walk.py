@@ -50,8 +50,9 @@ def rise(cast: Cast) -> str:
     report = start(cast, ["--people-port", str(people), "--nodes-port", str(nodes), *signers])
     stage.people_url = report["people"]
     if report["missing"]:
-        raise StepFailed(f"this host cannot run the node: [{report['missing'][0]['code']}] "
-                         f"{report['missing'][0]['next_step']}")
+        lacking = report["missing"][0]
+        again = "; then: sudo make demo" if lacking["code"] == "unavailable.root" else ""
+        raise StepFailed(f"this host cannot run the node: [{lacking['code']}] {lacking['next_step']}{again}")
     stage.proof(made=", ".join(report["made"]), console=report["people"], master_key=report["kek"])
     for program in report["programs"]:
         stage.proof(**{program["name"]: f"pid {program['pid']}, {program['state']}"})

@@ -6,7 +6,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from interlock.call import Action
-from interlock.errors import Conflict, Denied, Halted, Malformed, Untrusted
+from interlock.errors import Conflict, Denied, Halted, Malformed, NotFound, Untrusted
 from interlock.order import Dataset, LaunchOrder
 from interlock.permit import boottime_ms, issue
 from interlock.signed import GRANT, LEASE, key_id, sign
@@ -118,6 +118,10 @@ def test_refuses_when_a_dataset_leaves_the_roots(short):
         folder.mkdir()
     (root / "link").symlink_to(outside)
     roots = dataset.data_roots([str(root)])
+    with pytest.raises(NotFound) as missing:
+        dataset.within(str(root / "set"), roots)
+    assert missing.value.code == "not_found.data"
+    (root / "set").mkdir()
     assert dataset.within(str(root / "set"), roots) == root.resolve() / "set"
     for path in (outside, root / "link", root / ".." / "outside", short / "root2", "/"):
         with pytest.raises(Denied):
