@@ -1476,4 +1476,11 @@ MORE = [
         "    if seq - len(stream.digests) > 1 << 50:",
         "audit/test_export.py::test_refuses_when_a_forged_record_asks_for_memory",
     ),
+    m(
+        "policy of an unknown age is fresh",
+        "policy/facts.py",
+        "    bundle_age_ms: int = NEVER_MS",
+        "    bundle_age_ms: int = 0",
+        _G + "refuses_when_nobody_said_how_old_the_policy_is",
+    ),
 ]
