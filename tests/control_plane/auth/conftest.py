@@ -31,9 +31,9 @@ from control_plane.auth import approvals, links, passwords, totp
 from control_plane.auth.site import Site
 from control_plane.settings import Places, Settings
 from control_plane.store import tables
+from control_plane.store import versions as run
 from control_plane.store.db import now_us, open_engine, writing
 from interlock.signed import RESUME_APPROVAL, key_id, public_text, sign
-from control_plane.store import versions as run
 from policy import bundle
 from policy.decide import decide
 from policy.gate import Gate
