@@ -12,17 +12,17 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from control_plane.certificates import named_node
 from control_plane.desk import OrderDesk
+from control_plane.patience import Patient
 from control_plane.store import nodes
 from control_plane.store.db import reading
 from interlock.errors import Denied, Refusal, Untrusted
 from interlock.event import Event, EventType
 
 
-class PeerCertificate(HttpToolsProtocol):
+class PeerCertificate(Patient):
     """Puts the verified peer certificate into the ASGI scope, which uvicorn itself does not."""
 
     def on_message_begin(self) -> None:

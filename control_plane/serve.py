@@ -22,6 +22,7 @@ from control_plane.certificates import ready_server
 from control_plane.init import refuse_unfinished
 from control_plane.node_link import listener
 from control_plane.parts import Parts
+from control_plane.patience import Patient, open_files
 from control_plane.settings import Places, Settings
 from control_plane.ticker import Ticker
 from interlock.errors import Conflict, Unavailable
@@ -90,6 +91,7 @@ def run(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. Raises the refusal that keeps it from starting."""
     refuse_unfinished(settings.places)
     os.umask(0o077)
+    open_files()
     with alone(settings.places):
         ready_server(settings.places.keys)
         people, nodes = bind(settings.people_port), bind(settings.nodes_port)
@@ -105,7 +107,7 @@ async def _serve(parts: Parts, people: list[socket.socket], nodes: list[socket.s
     ticker = Ticker.of(parts)
     ticker.faults.update(await asyncio.to_thread(joint.start, parts))
     config = uvicorn.Config(
-        joint.people_app(parts, ticker), http="httptools", ws="none", lifespan="off", log_config=None, access_log=False,
+        joint.people_app(parts, ticker), http=Patient, ws="none", lifespan="off", log_config=None, access_log=False,
         server_header=False, proxy_headers=False, timeout_graceful_shutdown=SHUTDOWN_S)
     link = listener(joint.nodes_app(parts), parts.settings.places.keys)
     link.timeout_graceful_shutdown = SHUTDOWN_S

@@ -1483,4 +1483,11 @@ MORE = [
         "    bundle_age_ms: int = 0",
         _G + "refuses_when_nobody_said_how_old_the_policy_is",
     ),
+    m(
+        "a request may take for ever",
+        "control_plane/patience.py",
+        "            self._late = self.loop.call_later(seconds, self.transport.abort)",
+        "            self._late = None",
+        "control_plane/test_patience.py::test_refuses_when_a_request_is_never_whole",
+    ),
 ]
