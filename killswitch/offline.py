@@ -6,6 +6,7 @@ removal of every group, as always.
 """
 
 import os
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from killswitch.latch import drop
 from killswitch.store import Entry, boot_id, noted_groups, removed_note
 from killswitch.verify import Target
 from sandbox.cgroup import Group
+
+LATCH_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,10 @@ def stop(state: Path, run: str | None, limit_ms: int = LIMIT_MS) -> dict[str, An
         raise Unavailable("to stop without the supervisor needs root", code="root", next_step="repeat this as root")
     folder = state / "supervisor"
     started = boottime_ms()
-    try:
-        latch = str(drop(folder / "latch", run))
-    except OSError as error:
-        # A latch that cannot be made keeps nobody from killing; it is said, and nothing is called confirmed.
-        latch = ""
-        if not folder.is_dir():
-            raise Unavailable(f"no supervisor state in {folder}: {error.strerror}", code="state",
-                              next_step="name the state with --state, as root") from None
+    if not folder.is_dir():
+        raise Unavailable(f"no supervisor state in {folder}", code="state",
+                          next_step="name the state with --state, as root")
+    latch = _latch(folder / "latch", run)
     targets = _targets(folder, run)
     end = started + limit_ms
     outcomes = {t.name: climb(Target(t.group), limit_ms=max(200, end - boottime_ms())) for t in targets}
@@ -57,6 +56,23 @@ def stop(state: Path, run: str | None, limit_ms: int = LIMIT_MS) -> dict[str, An
         with suppress(OSError):
             write_over(removed_note(folder, name), b"")
     return _report(latch, outcomes, boottime_ms() - started)
+
+
+def _latch(folder: Path, run: str | None) -> str:
+    """Return the path of the latch file, "" when it could not be made in time.
+
+    A disk that is full or hangs keeps nobody from killing; it is said, and nothing is called confirmed.
+    """
+    made: list[str] = []
+
+    def act() -> None:
+        with suppress(OSError):
+            made.append(str(drop(folder, run)))
+
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    thread.join(LATCH_S)
+    return made[0] if made else ""
 
 
 def _report(latch: str, outcomes: dict[str, Outcome], latency_ms: int) -> dict[str, Any]:

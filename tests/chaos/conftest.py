@@ -39,7 +39,17 @@ def _probes() -> Iterator[Path]:
 
 @pytest.fixture
 def lab(_probes: Path) -> Iterator[Lab]:
-    """Supervisor and node as processes, runs in the real sandbox."""
+    """Supervisor and node as processes, runs in the real sandbox; for a test that kills or hangs one of them."""
+    yield from _lab(_probes)
+
+
+@pytest.fixture(scope="module")
+def calm(_probes: Path) -> Iterator[Lab]:
+    """The same for all tests of a file in which only runs misbehave."""
+    yield from _lab(_probes)
+
+
+def _lab(_probes: Path) -> Iterator[Lab]:
     path = Path(tempfile.mkdtemp(prefix="ilc", dir="/tmp"))
     path.chmod(0o755)
     found = None

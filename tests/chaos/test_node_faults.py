@@ -47,8 +47,8 @@ def dead_within(pids: list[int], seconds: float) -> None:
 
 def test_both_programs_killed_the_run_dies_by_its_pipes(lab: Lab):
     made, pids = hostile(lab)
+    lab.supervisor.end(signal.SIGKILL)  # first: else it might take the group away and die before it says so
     lab.node.end(signal.SIGKILL)
-    lab.supervisor.end(signal.SIGKILL)
     dead_within(pids, 2.0)
     where = ["--state", str(lab.host.state), "--runtime", str(lab.host.runtime)]
     done = subprocess.run([sys.executable, "-I", "-m", "killswitch", "stop", "--all", "--json", *where],
@@ -148,7 +148,8 @@ def full(folder: Path) -> Iterator[None]:
         assert libc.umount2(str(folder).encode(), 2) == 0
 
 
-def test_a_full_disk_at_the_node_refuses_in_words_and_heals(lab: Lab):
+def test_a_full_disk_at_the_node_refuses_in_words_and_heals(calm: Lab):
+    lab = calm
     for name in ("used-orders", "work"):
         with full(lab.host.node / name):
             made = lab.launch("true")
@@ -157,7 +158,8 @@ def test_a_full_disk_at_the_node_refuses_in_words_and_heals(lab: Lab):
         assert lab.ended(lab.launch("true"))["exit"] == 0  # the node goes on as soon as there is room
 
 
-def test_a_disk_that_fills_while_a_run_lives_costs_output_not_the_report(lab: Lab):
+def test_a_disk_that_fills_while_a_run_lives_costs_output_not_the_report(calm: Lab):
+    lab = calm
     made = lab.launch("sh", "-c", "echo up; sleep 1; mkdir out; echo x > out/f; seq 200000; exit 3")
     lab.live(made)
     lab.site.wait_for(lambda: "up" in lab.said(made))
@@ -167,18 +169,20 @@ def test_a_disk_that_fills_while_a_run_lives_costs_output_not_the_report(lab: La
         assert (outcome["exit"], outcome["result"]) == (3, "confirmed")
 
 
-def test_thirty_quick_runs_leave_nothing(lab: Lab):
+def test_thirty_quick_runs_leave_nothing(calm: Lab):
+    lab = calm
     before = {p for p in os.listdir("/proc") if p.isdigit() and state_of(int(p)) == "Z"}
     made = [lab.launch("sh", "-c", "(sleep 100 &) ; exit 0", code=code(lab.site, "x.py", f"# {n}")) for n in range(30)]
     for one in made:
         assert lab.ended(one, 40)["result"] == "confirmed"
-    lab.site.wait_for(lambda: not any((lab.host.node / "work").iterdir()))
+    lab.site.wait_for(lambda: not any((lab.host.node / "work" / f"{one.run}.1").exists() for one in made))
     runtime = str(lab.host.runtime)
     assert not [row for row in Path("/proc/mounts").read_text().splitlines() if runtime in row]
     assert list((lab.host.runtime / "runs").iterdir()) == []
     assert list((lab.host.runtime / "deadlines").iterdir()) == []
     assert not [p for one in made for p in groups_of(lab.host, one).values() if os.path.exists(p)]
-    lab.site.wait_for(lambda: not any((lab.host.node / "code").iterdir()))
+    kept = {d.removeprefix("sha256:") for one in made for _, d in one.plan.code}
+    lab.site.wait_for(lambda: not kept & set(os.listdir(lab.host.node / "code")))
     ours = {str(p.ready["pid"]) for p in (lab.node, lab.supervisor)}
     zombies = [p for p in os.listdir("/proc") if p.isdigit() and p not in before and state_of(int(p)) == "Z"]
     assert not [z for z in zombies if parent(z) in ours]
@@ -215,7 +219,8 @@ FLOOD = (
 )
 
 
-def test_a_run_that_floods_log_disk_and_pids_is_stopped_in_time(lab: Lab):
+def test_a_run_that_floods_log_disk_and_pids_is_stopped_in_time(calm: Lab):
+    lab = calm
     made = lab.launch("python3", "/code/flood.py", code=code(lab.site, "flood.py", FLOOD), pids=64, work_mb=16,
                       output_mb=1, memory_mb=256)
     lab.live(made)

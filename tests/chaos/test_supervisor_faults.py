@@ -14,6 +14,7 @@ import pytest
 from interlock.errors import Halted, Refusal
 from interlock.order import StopOrder
 from interlock.signed import STOP, Signed, sign
+from killswitch import offline
 from tests.killswitch.host import HOSTILE, Host, wait_for
 
 pytestmark = pytest.mark.root
@@ -47,6 +48,18 @@ def test_a_run_frozen_from_above_is_stopped_while_the_supervisor_hangs(host: Hos
         assert (status, found["result"], found["by"]) == (0, "confirmed", "direct")
     finally:
         above.write_text("THAWED")
+
+
+def test_a_disk_that_hangs_under_the_latch_holds_no_kill_back(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = host.live(code=HOSTILE)
+    host.signal(signal.SIGSTOP)
+    assert len(started.alive()) >= 2
+    monkeypatch.setattr(offline, "drop", lambda folder, run: time.sleep(20))
+    begin = time.monotonic()
+    found = offline.stop(host.state, None)
+    assert time.monotonic() - begin < 4
+    assert (found["result"], found["why"]) == ("not_confirmed", "not latched")
+    assert not started.alive()
 
 
 def test_a_stop_at_any_moment_of_the_start_wins(host: Host) -> None:
