@@ -12,6 +12,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,8 @@ def _landlock() -> Layer:
 def _cgroups() -> list[Layer]:
     how = "systemd: Delegate=yes; else mount cgroup2 with the controllers pids, memory and cpu"
     try:
-        tree = cgroup.own_tree(f"interlock-survey-{os.getpid()}")
+        # A name for each look: of two starts at once one would take the other's group away under its eyes.
+        tree = cgroup.own_tree(f"interlock-survey-{os.getpid()}-{threading.get_ident()}")
     except Refusal as error:
         return [Layer("cgroup", False, error.message, error.next_step), Layer("cgroup_kill", False, "", how)]
     kind = "unified" if set(tree.own) == {cgroup.UNIFIED} else "hybrid"

@@ -1,5 +1,6 @@
 """The survey of a host, and that a missing layer closes the tiers that need it."""
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,3 +61,19 @@ def test_the_host_shows_runs_usr_the_interpreter_and_no_state() -> None:
     assert Path(host.python).exists()
     assert (Path(host.init) / "init.py").exists()
     assert (Path(host.guest) / "leash.py").parent.name == "interlock"
+
+
+@pytest.mark.root
+def test_looks_at_the_same_time_do_not_disturb_each_other() -> None:
+    missing: list[str] = []
+
+    def look() -> None:
+        for _ in range(60):
+            missing.extend(x.name for x in layers._cgroups() if not x.present)
+
+    threads = [threading.Thread(target=look) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert missing == []
