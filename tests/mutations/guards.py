@@ -1490,4 +1490,32 @@ MORE = [
         "            self._late = None",
         "control_plane/test_patience.py::test_refuses_when_a_request_is_never_whole",
     ),
+    m(
+        "listener's key open to others",
+        "control_plane/certificates.py",
+        "        key = load_pem_private_key(read_private(key_file), None)",
+        "        key = load_pem_private_key(key_file.read_bytes(), None)",
+        "faults/test_key_files.py::test_refuses_when_the_listeners_pair_is_open_spoilt_or_no_pair",
+    ),
+    m(
+        "listener's certificate ends unnoticed",
+        "control_plane/certificates.py",
+        "    if certificate.not_valid_after_utc - datetime.now(UTC) < _SERVER_SPARE:",
+        "    if not certificate:",
+        "faults/test_key_files.py::test_the_listeners_certificate_is_issued_anew",
+    ),
+    m(
+        "a data root that no run may see",
+        "control_plane/cli/up.py",
+        "    if any(real.is_relative_to(place) for place in HIDDEN):",
+        "    if any(real.is_relative_to(place) for place in ()):",
+        _C + "up.py::test_refuses_when_no_run_could_be_shown_the_data_root",
+    ),
+    m(
+        "a second demo ends the first",
+        "examples/demo/stage.py",
+        "            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "            fcntl.flock(self.lock, fcntl.LOCK_UN)",
+        "demo/test_demo_lock.py::test_refuses_when_another_demo_walks_in_the_same_folder",
+    ),
 ]
