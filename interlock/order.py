@@ -13,6 +13,8 @@ from interlock.canon import digest
 from interlock.errors import Malformed
 from interlock.tier import Tier, tier_of
 
+MAX_ARGV = 65_536
+
 
 class ScopeKind(StrEnum):
     """What a stop can cover."""
@@ -265,6 +267,9 @@ class Plan:
         argv = texts(full, "argv", limit=256)
         if not argv or not argv[0]:
             raise Malformed("a plan names a command", code="argv")
+        if any("\0" in word for word in argv) or sum(len(word) for word in argv) > MAX_ARGV:
+            raise Malformed(f"a command has no NUL and at most {MAX_ARGV} characters", code="argv",
+                            next_step="put long text into a code file")
         tier = tier_of(full.get("tier"))
         if not isinstance(full["guest"], bool):
             raise Malformed("field 'guest' is not a boolean")
@@ -297,8 +302,8 @@ def _rows(value: object, fields: frozenset[str]) -> list[dict[str, Any]]:
 
 def _file_name(row: dict[str, Any]) -> str:
     name = text(row, "name", limit=100)
-    if "/" in name or "\0" in name or name.startswith("."):
-        raise Malformed("a name holds a slash or starts with a dot", code="name")
+    if "/" in name or name.startswith(".") or not name.isprintable():
+        raise Malformed("a name holds a slash or a control character, or starts with a dot", code="name")
     return name
 
 
@@ -311,7 +316,9 @@ def _code(value: object) -> tuple[tuple[str, str], ...]:
 
 def _datasets(value: object) -> tuple[Dataset, ...]:
     found = tuple(Dataset(_file_name(r), text(r, "path")) for r in _rows(value, frozenset({"name", "path"})))
-    if len({d.name for d in found}) != len(found) or not all(d.path.startswith("/") for d in found):
+    if len({d.name for d in found}) != len(found) or not all(
+        d.path.startswith("/") and "\0" not in d.path for d in found
+    ):
         raise Malformed("datasets have distinct names and absolute paths", code="dataset")
     return found
 
