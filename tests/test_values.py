@@ -251,7 +251,8 @@ def test_refuses_when_order_is_odd(kind: Any, change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("change", [
-    {"argv": []}, {"argv": [""]}, {"argv": "ls"}, {"argv": ["a\0b"]}, {"argv": ["x" * 70_000]}, {"unknown": 1}, {"tier": "medium"}, {"guest": 1},
+    {"argv": []}, {"argv": [""]}, {"argv": "ls"}, {"argv": ["a\0b"]}, {"argv": ["x" * 70_000]},
+    {"unknown": 1}, {"tier": "medium"}, {"guest": 1},
     {"valid_s": 8 * 86400}, {"restarts": 101}, {"replicas": 2}, {"code": [{"name": "../x", "digest": "d"}]},
     {"code": [{"name": ".x", "digest": "d"}]}, {"code": [{"name": "a\n", "digest": "d"}]},
     {"datasets": [{"name": "d", "path": "/x\0"}]},
