@@ -1,0 +1,129 @@
+"""The plan of a run: what an approval binds to, byte for byte, by its digest. Page: docs/formats/launch-order.md."""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+from interlock.call import number, text, texts
+from interlock.canon import digest
+from interlock.errors import Malformed
+from interlock.tier import Tier, tier_of
+
+MAX_ARGV = 65_536
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A host path of the node, bound read-only at `/data/<name>` inside."""
+
+    name: str
+    path: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the canonical JSON object."""
+        return {"name": self.name, "path": self.path}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an approval binds to, by digest. A byte outside the plan needs a new approval.
+
+    `code` maps file names (no slash) to ``sha256:`` digests of files bound at `/code`; `argv` is the
+    command inside; `datasets` are read-only; `pids`, `memory_mb`, `cpu_seconds`, `work_mb`, `output_mb`
+    are limits; `restarts` the restart budget; `guest` whether the broker's socket is bound in;
+    `valid_s` how long the plan may start runs (critical: at most 7 days).
+    """
+
+    argv: tuple[str, ...]
+    tier: Tier
+    tenant: str
+    code: tuple[tuple[str, str], ...] = ()
+    datasets: tuple[Dataset, ...] = ()
+    model: str = ""
+    pool: str = "default"
+    replicas: int = 1
+    restarts: int = 0
+    pids: int = 256
+    memory_mb: int = 1024
+    cpu_seconds: int = 3600
+    work_mb: int = 256
+    output_mb: int = 16
+    guest: bool = False
+    valid_s: int = 86_400
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the canonical JSON object."""
+        return {
+            "argv": list(self.argv), "tier": self.tier.value, "tenant": self.tenant,
+            "code": [{"name": n, "digest": d} for n, d in self.code],
+            "datasets": [d.as_json() for d in self.datasets], "model": self.model, "pool": self.pool,
+            "replicas": self.replicas, "restarts": self.restarts, "pids": self.pids,
+            "memory_mb": self.memory_mb, "cpu_seconds": self.cpu_seconds, "work_mb": self.work_mb,
+            "output_mb": self.output_mb, "guest": self.guest, "valid_s": self.valid_s,
+        }
+
+    @classmethod
+    def from_json(cls, value: object) -> Self:
+        """Parse `as_json`; raises Malformed. Unknown fields are refused, not ignored."""
+        if not isinstance(value, dict):
+            raise Malformed("a plan is not an object")
+        unknown = set(value) - _PLAN_FIELDS
+        if unknown:
+            raise Malformed(f"unknown field of a plan: {sorted(unknown)[0]}")
+        full = {**_PLAN_DEFAULTS, **value}
+        argv = texts(full, "argv", limit=256)
+        if not argv or not argv[0]:
+            raise Malformed("a plan names a command", code="argv")
+        if any("\0" in word for word in argv) or sum(len(word) for word in argv) > MAX_ARGV:
+            raise Malformed(f"a command has no NUL and at most {MAX_ARGV} characters", code="argv",
+                            next_step="put long text into a code file")
+        tier = tier_of(full.get("tier"))
+        if not isinstance(full["guest"], bool):
+            raise Malformed("field 'guest' is not a boolean")
+        return cls(
+            argv, tier, text(full, "tenant", limit=64), _code(full["code"]), _datasets(full["datasets"]),
+            text(full, "model", empty=True, limit=256), text(full, "pool", limit=64),
+            number(full, "replicas", low=1, high=1), number(full, "restarts", high=100),
+            number(full, "pids", low=1, high=4096), number(full, "memory_mb", low=16, high=1 << 20),
+            number(full, "cpu_seconds", low=1, high=30 * 86400), number(full, "work_mb", low=1, high=1 << 20),
+            number(full, "output_mb", low=1, high=1024), full["guest"],
+            number(full, "valid_s", low=1, high=7 * 86400),
+        )
+
+    def digest(self) -> str:
+        """Return the digest that approvals and second factors are bound to."""
+        return digest(self.as_json())
+
+
+_PLAN_DEFAULTS: dict[str, Any] = Plan(("x",), Tier.NONE, "x").as_json()
+_PLAN_FIELDS = frozenset(_PLAN_DEFAULTS)
+for _required in ("argv", "tier", "tenant"):
+    del _PLAN_DEFAULTS[_required]
+
+
+def _rows(value: object, fields: frozenset[str]) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(r, dict) and set(r) == fields for r in value):
+        raise Malformed(f"expected a list of objects with {', '.join(sorted(fields))}")
+    return value
+
+
+def _file_name(row: dict[str, Any]) -> str:
+    name = text(row, "name", limit=100)
+    if "/" in name or name.startswith(".") or not name.isprintable():
+        raise Malformed("a name holds a slash or a control character, or starts with a dot", code="name")
+    return name
+
+
+def _code(value: object) -> tuple[tuple[str, str], ...]:
+    found = tuple((_file_name(r), text(r, "digest", limit=80)) for r in _rows(value, frozenset({"name", "digest"})))
+    if len({n for n, _ in found}) != len(found):
+        raise Malformed("a code file occurs twice", code="name")
+    return found
+
+
+def _datasets(value: object) -> tuple[Dataset, ...]:
+    found = tuple(Dataset(_file_name(r), text(r, "path")) for r in _rows(value, frozenset({"name", "path"})))
+    if len({d.name for d in found}) != len(found) or not all(
+        d.path.startswith("/") and "\0" not in d.path for d in found
+    ):
+        raise Malformed("datasets have distinct names and absolute paths", code="dataset")
+    return found
