@@ -7,6 +7,7 @@ Standard library only. A datagram is one JSON object of the canonical subset (in
 import json
 import os
 import socket
+from contextlib import suppress
 from typing import Any
 
 from interlock.errors import Malformed, Refusal, Unavailable, from_json
@@ -62,7 +63,8 @@ def ask(op: str, *, path: str | None = None, deadline_s: float = DEADLINE_S, **f
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
             line.settimeout(deadline_s)
             line.connect(path or socket_path())
-            line.sendall(message)
+            with suppress(BrokenPipeError):  # turned away before we spoke: the refusal is waiting to be read
+                line.sendall(message)
             data = line.recv(LIMIT + 1)
     except OSError as error:
         raise _away(error) from None

@@ -155,8 +155,7 @@ class Broker:
                 raise TooMany("too many open connections of this run", code="connections")
         except Refusal as refusal:
             self._incident(guest, uid, refusal)
-            _send(peer, {"ok": False, "error": refusal.as_json()})
-            peer.close()
+            _turn_away(peer, {"ok": False, "error": refusal.as_json()})
             return
         self._lines[peer.fileno()] = line
         self._selector.register(peer, selectors.EVENT_READ, line)
@@ -215,6 +214,19 @@ def _send(peer: socket.socket, reply: dict[str, Any]) -> None:
         peer.send(wire.encode(reply))
     except OSError:
         pass  # it did not wait for the answer: its loss
+
+
+def _turn_away(peer: socket.socket, reply: dict[str, Any]) -> None:
+    """Send a refusal and hang up. What the peer had sent is read first: a close with unread data resets the
+    connection, and the refusal would be lost."""
+    try:
+        peer.shutdown(socket.SHUT_RD)
+        while peer.recv(wire.LIMIT + 1):
+            pass
+    except OSError:
+        pass
+    _send(peer, reply)
+    peer.close()
 
 
 def _descriptors(extra: list[tuple[int, int, bytes]]) -> list[int]:
