@@ -6,6 +6,7 @@ out a uid that a survivor still has.
 
 import os
 import re
+import secrets
 import threading
 from pathlib import Path
 
@@ -70,13 +71,13 @@ class Pool:
         check_range(first, last)
         self._range = range(first, last + 1)
         self._held: set[int] = set()
-        self._next = 0
+        self._next = secrets.randbelow(len(self._range))  # two pools on one host seldom look at the same uid
         self._lock = threading.Lock()
 
     def take(self) -> int:
         """Return a uid that no run and no process has; raises Conflict (``conflict.uid``) when none is left.
 
-        Goes round the range, so that a uid just given back is used last.
+        Goes round the range from a random place, so that a uid just given back is used last.
         """
         with self._lock:
             busy = in_use() | self._held

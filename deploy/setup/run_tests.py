@@ -1,7 +1,7 @@
 """Run the whole suite in the order that finds faults early, and print what each part took.
 
-Unit and story tests run on two workers; whatever measures deadlines of real processes runs alone, since
-two such tests on two cores would measure each other. Exit status: the first failure's.
+Two workers; what shares a lab or a file stays on one of them (tests/conftest.py). Console and demo run alone.
+Exit status: the first failure's.
 """
 
 import os
@@ -15,13 +15,16 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PARTS = [
     ("quick", "not root and not browser and not postgres and not demo and not mutation", ["-n", "2"]),
     ("postgres", "postgres", []),
-    ("sandbox and kill switch", "root and not demo and not mutation and not browser", []),
+    ("sandbox and kill switch", "root and not demo and not mutation and not browser",
+     ["-n", "2", "--dist", "loadgroup"]),
     ("console in Chromium", "browser", []),
     ("mutations", "mutation", ["-n", "2"]),
     ("demo", "demo", []),
 ]
-# As root on Linux nothing may be skipped but what this names; each skip says why in its message.
-ALLOWED_SKIPS = int(os.environ.get("INTERLOCK_ALLOWED_SKIPS", "0" if os.geteuid() == 0 else "10000"))
+# As root on Linux nothing may be skipped but the shared catalogue of escapes, where it does not lie beside the
+# checkout: its 25 cases say so one by one. Elsewhere each skip says why, and the number is not asserted.
+CATALOGUE = Path(os.environ.get("INTERLOCK_ESCAPES", str(ROOT.parent / "shared" / "escapes" / "escapes.json")))
+ALLOWED_SKIPS = (0 if CATALOGUE.exists() else 25) if os.geteuid() == 0 else 10_000
 
 
 def run(name: str, marker: str, extra: list[str]) -> tuple[int, int, int, int, float]:
