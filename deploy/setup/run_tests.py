@@ -1,7 +1,7 @@
 """Run the whole suite in the order that finds faults early, and print what each part took.
 
-Two workers; what shares a lab or a file stays on one of them (tests/conftest.py). Console and demo run alone.
-Exit status: the first failure's.
+Parts that stand in one row run side by side: the stories mostly wait (for codes, leases, ends), the rooms with
+real processes mostly work. Exit status: the first failure's.
 """
 
 import os
@@ -9,17 +9,19 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PARTS = [
-    ("quick", "not root and not browser and not postgres and not demo and not mutation", ["-n", "2"]),
-    ("postgres", "postgres", []),
-    ("sandbox and kill switch", "root and not demo and not mutation and not browser",
-     ["-n", "2", "--dist", "loadgroup"]),
-    ("console in Chromium", "browser", []),
-    ("mutations", "mutation", ["-n", "2"]),
-    ("demo", "demo", []),
+REAL = "root and not demo and not mutation and not browser"
+ROWS: list[list[tuple[str, str, list[str]]]] = [
+    [("quick", "not root and not browser and not postgres and not demo and not mutation", ["-n", "2", "tests"])],
+    [("postgres", "postgres", ["tests"])],
+    [("stories", REAL, ["tests/stories"]), ("real processes", REAL, ["--ignore=tests/stories", "tests"])],
+    [("console in Chromium", "browser", ["tests"])],
+    [("mutations", "mutation", ["-n", "2", "tests"])],
+    [("demo", "demo", ["tests"])],
 ]
 # As root on Linux nothing may be skipped but the shared catalogue of escapes, where it does not lie beside the
 # checkout: its 25 cases say so one by one. Elsewhere each skip says why, and the number is not asserted.
@@ -27,28 +29,49 @@ CATALOGUE = Path(os.environ.get("INTERLOCK_ESCAPES", str(ROOT.parent / "shared" 
 ALLOWED_SKIPS = (0 if CATALOGUE.exists() else 25) if os.geteuid() == 0 else 10_000
 
 
-def run(name: str, marker: str, extra: list[str]) -> tuple[int, int, int, int, float]:
-    """Run one part; return exit status, passed, failed, skipped and seconds."""
+@dataclass(frozen=True)
+class Part:
+    """What one part of the suite gave."""
+
+    name: str
+    status: int
+    passed: int
+    failed: int
+    skipped: int
+    seconds: float
+
+
+def run(name: str, marker: str, words: list[str]) -> Part:
+    """Run one part and print what it said as a whole."""
     started = time.monotonic()
-    print(f"\n== {name} ==", flush=True)
-    command = [sys.executable, "-m", "pytest", "-m", marker, "-rs", "--durations=5", *extra, "tests"]
+    command = [sys.executable, "-m", "pytest", "-m", marker, "-rs", "--durations=5", *words]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    print(done.stdout, flush=True)
-    count = {word: int((re.findall(rf"(\d+) {word}", done.stdout) or ["0"])[-1])
+    print(f"\n== {name} ==\n{done.stdout}", flush=True)
+    closing = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""
+    count = {word: int((re.findall(rf"(\d+) {word}", closing) or ["0"])[-1])
              for word in ("passed", "failed", "skipped", "error")}
     status = 0 if done.returncode == 5 else done.returncode
-    return status, count["passed"], count["failed"] + count["error"], count["skipped"], time.monotonic() - started
+    return Part(name, status, count["passed"], count["failed"] + count["error"], count["skipped"],
+                time.monotonic() - started)
+
+
+def row(parts: list[tuple[str, str, list[str]]]) -> list[Part]:
+    """Run the parts of one row side by side."""
+    print("running: " + ", ".join(name for name, _, _ in parts), flush=True)
+    with ThreadPoolExecutor(len(parts)) as pool:
+        return list(pool.map(lambda part: run(*part), parts))
 
 
 def main() -> int:
     """Run all parts; print one closing line ``N passed, N failed, N skipped``."""
-    rows = [(name, *run(name, marker, extra)) for name, marker, extra in PARTS]
+    started = time.monotonic()
+    found = [part for parts in ROWS for part in row(parts)]
     print("\npart                        seconds  passed  failed  skipped")
-    for name, _, passed, failed, skipped, seconds in rows:
-        print(f"{name:<26} {seconds:8.1f} {passed:7d} {failed:7d} {skipped:8d}")
-    passed, failed, skipped = (sum(row[i] for row in rows) for i in (2, 3, 4))
-    status = next((row[1] for row in rows if row[1]), 0)
-    print(f"total {sum(row[5] for row in rows):.0f} s (set-up apart)")
+    for part in found:
+        print(f"{part.name:<26} {part.seconds:8.1f} {part.passed:7d} {part.failed:7d} {part.skipped:8d}")
+    passed, failed, skipped = (sum(getattr(p, n) for p in found) for n in ("passed", "failed", "skipped"))
+    status = next((p.status for p in found if p.status), 0)
+    print(f"total {time.monotonic() - started:.0f} s (set-up apart)")
     if skipped > ALLOWED_SKIPS:
         print(f"{skipped} tests were skipped, {ALLOWED_SKIPS} are allowed here: a skipped proof is no proof")
         status = status or 1
