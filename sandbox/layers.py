@@ -88,7 +88,19 @@ def _user_namespaces() -> Layer:
     most = _text("/proc/sys/user/max_user_namespaces")
     allowed = _text("/proc/sys/kernel/unprivileged_userns_clone") != "0"
     present = most.isdigit() and int(most) > 0 and allowed
+    if present and not _one_was_made():
+        return Layer("user_namespaces", False, "the kernel made none when asked (inside a chroot it never does)", how)
     return Layer("user_namespaces", present, f"at most {most or 'none'}", how)
+
+
+@functools.cache
+def _one_was_made() -> bool:
+    """Try it, once a process: settings allow it on hosts where the kernel refuses all the same."""
+    code = ("import ctypes, os, sys\nif os.geteuid() == 0: os.setgid(65534); os.setuid(65534)\n"
+            "sys.exit(ctypes.CDLL(None).unshare(0x10000000) != 0)")
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], stdin=subprocess.DEVNULL, capture_output=True,
+                          check=False, timeout=10)
+    return done.returncode == 0
 
 
 def _apparmor() -> Layer:
@@ -147,7 +159,7 @@ def _swap() -> Layer:
 
 
 def survey() -> list[Layer]:
-    """Return every layer with what was found; starts nothing but ``bwrap --version``."""
+    """Return every layer with what was found; starts nothing but ``bwrap --version`` and one trial."""
     return [
         _bwrap(), _user_namespaces(), _apparmor(), _seccomp(), _landlock(), *_cgroups(), _uid_range(), _swap(),
     ]

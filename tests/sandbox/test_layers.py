@@ -77,3 +77,22 @@ def test_looks_at_the_same_time_do_not_disturb_each_other() -> None:
     for thread in threads:
         thread.join()
     assert missing == []
+
+
+def test_refuses_when_the_kernel_makes_no_user_namespace_though_its_settings_allow_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inside a chroot the settings read well and the kernel refuses: found by trying, not by reading."""
+    refusing = tmp_path / "kernel-says-no"
+    refusing.write_text("#!/bin/sh\nexit 1\n")
+    refusing.chmod(0o755)
+    try:
+        for interpreter, present in ((str(refusing), False), (layers.sys.executable, True)):
+            layers._one_was_made.cache_clear()
+            monkeypatch.setattr(layers.sys, "executable", interpreter)
+            found = next(x for x in layers.survey() if x.name == "user_namespaces")
+            assert found.present is present
+            assert bool(layers.tiers([found])) is present
+    finally:
+        monkeypatch.undo()
+        layers._one_was_made.cache_clear()
