@@ -96,6 +96,9 @@ class Store:
 
     def _key(self) -> Ed25519PrivateKey:
         path = self.folder / "supervisor.key"
+        if not path.exists() and (self.folder / "trust.json").exists():
+            raise Conflict("this node has joined, but its supervisor key is gone: nobody would believe its receipts",
+                           code="half_made", next_step=f"restore {path} from a backup, or join under a new node id")
         if not path.exists():
             with suppress(Conflict):  # the join may make it at the same moment
                 write_ed25519(path, Ed25519PrivateKey.generate())

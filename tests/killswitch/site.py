@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from interlock.call import new_id
 from interlock.canon import canonical
+from interlock.keyfile import write_ed25519
 from interlock.order import (
     Labels,
     LaunchOrder,
@@ -78,6 +79,8 @@ class Site:
     def join(self, state: Path) -> None:
         folder = state / "supervisor"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not (folder / "supervisor.key").exists():  # the real join makes it before it is trusted
+            write_ed25519(folder / "supervisor.key", Ed25519PrivateKey.generate())
         (folder / "trust.json").write_bytes(canonical(self.trust().as_json()))
         (folder / "trust.json").chmod(0o600)
 

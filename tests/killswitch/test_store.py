@@ -192,3 +192,17 @@ def test_G3_a_latch_file_is_one_stop_until_it_is_touched_again(tmp_path: Path) -
     latch.drop(tmp_path, None)
     assert latch.look(tmp_path, "node-a")[0].id != first[0].id
     assert latch.look(tmp_path / "missing", "node-a") == []
+
+
+def test_refuses_when_the_key_of_a_joined_node_is_gone(store: Store) -> None:
+    key = store.folder / "supervisor.key"
+    kept = key.read_bytes()
+    (store.folder / "trust.json").write_text("{}")
+    reopen(store).close()  # with its key it starts
+    key.unlink()
+    with pytest.raises(Conflict) as caught:
+        Store(store.folder)
+    assert caught.value.code == "conflict.half_made"
+    assert str(key) in caught.value.next_step
+    assert not key.exists(), "no other key is made in its place"
+    assert kept
