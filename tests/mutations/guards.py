@@ -1,6 +1,6 @@
 """The guards of the product, each with the line as it is, the line without the guard, and a test that must fail.
 
-`CORE` runs in every `make test`, `MORE` with `make mutations`.
+As many lines as there are guards. `CORE` runs in every `make test`, `MORE` with `make mutations`.
 """
 
 from tests.mutations.tree import Mutation
