@@ -47,7 +47,7 @@ def run(name: str, marker: str, words: list[str]) -> Part:
     command = [sys.executable, "-m", "pytest", "-m", marker, "-rs", "--durations=5", *words]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     print(f"\n== {name} ==\n{done.stdout}", flush=True)
-    closing = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""
+    closing = ([line for line in done.stdout.splitlines() if re.search(r" in \d+\.\d+s", line)] or [""])[-1]
     count = {word: int((re.findall(rf"(\d+) {word}", closing) or ["0"])[-1])
              for word in ("passed", "failed", "skipped", "error")}
     status = 0 if done.returncode == 5 else done.returncode
