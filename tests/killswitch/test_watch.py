@@ -169,7 +169,7 @@ def test_not_confirmed_is_said_in_time_and_calls_people(host: Host) -> None:
     code = "import os, time; os.setresuid(60983, 60983, 60983); time.sleep(60)"
     outside = subprocess.Popen([sys.executable, "-I", "-S", "-c", code])
     try:
-        time.sleep(0.3)
+        wait_for(lambda: "Uid:\t60983\t" in Path(f"/proc/{outside.pid}/status").read_text())
         begin = time.monotonic()
         done = host.command("stop", "--run", "run_1", "--wait", "7", "--json")
         assert time.monotonic() - begin < 7
