@@ -15,6 +15,7 @@ import pytest
 
 from killswitch.client import Supervisor
 from killswitch.verify import state_of, uid_of
+from tests.killswitch.host import wait_for
 from tests.runners.programs import Lab, code, groups_of, supervisor
 
 pytestmark = pytest.mark.root
@@ -114,7 +115,7 @@ def test_refuses_when_a_restarted_node_calls_a_run_dead_that_is_not_proven(lab: 
     sleeper = f"import os, time; os.setresuid({uid}, {uid}, {uid}); time.sleep(120)"
     outside = subprocess.Popen([sys.executable, "-I", "-S", "-c", sleeper])
     try:
-        time.sleep(0.3)
+        wait_for(lambda: f"Uid:\t{uid}\t" in Path(f"/proc/{outside.pid}/status").read_text())
         lab.node.end(signal.SIGKILL)
         dead_within(pids, 2.0)
         lab.start_node()

@@ -129,7 +129,7 @@ def test_refuses_when_a_group_on_the_books_is_not_there(tree: Tree) -> None:
 def test_refuses_when_a_process_of_the_uid_lives_elsewhere(group: Group) -> None:
     code = "import os; os.setresuid(60990, 60990, 60990)\n" + SLEEP
     outside = subprocess.Popen([sys.executable, "-I", "-S", "-c", code])
-    time.sleep(0.2)
+    wait_for(lambda: "Uid:\t60990\t" in Path(f"/proc/{outside.pid}/status").read_text())
     try:
         outcome = climb(Target(group, None, 60_990), limit_ms=300)
         assert (outcome.result, outcome.why, outcome.removed) == (Result.NOT_CONFIRMED, "uid", True)
