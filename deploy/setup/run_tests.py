@@ -53,7 +53,8 @@ def run(name: str, marker: str, words: list[str]) -> Part:
              for word in ("passed", "failed", "skipped", "error")}
     failed = count["failed"] + count["error"]
     status = 0 if done.returncode == 5 else done.returncode
-    saved = again(done.stdout) if status == 1 and 0 < failed <= AGAIN else ()
+    # A mutation that was not noticed is a finding: it gets no second try.
+    saved = again(done.stdout) if marker != "mutation" and status == 1 and 0 < failed <= AGAIN else ()
     if saved and len(saved) == failed:
         return Part(name, 0, count["passed"] + failed, 0, count["skipped"], time.monotonic() - started, saved)
     return Part(name, status, count["passed"], failed, count["skipped"], time.monotonic() - started)
