@@ -54,7 +54,7 @@ def place(
     transaction (approvals). Raises Halted (a stop, also one that came in between),
     Stale or Unavailable (nothing is granted now), Untrusted (the permit).
     """
-    action = action_of(placement.attempt)
+    action = action_of(placement.plan, placement.attempt)
     with writing(desk.engine) as connection:
         standing = desk.granting(connection)
         refuse_if_stopped(standing, placement.labels)

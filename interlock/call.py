@@ -26,7 +26,9 @@ class Action(StrEnum):
     """Every action that passes the gate, on one page. The value is what policy files name."""
 
     INFER = "infer"
+    INFER_RESTRICTED = "infer_restricted"
     LAUNCH = "launch"
+    SERVE = "serve"
     CONTINUE = "continue"
     RESTART = "restart"
     READ_DATA = "read_data"
@@ -40,6 +42,8 @@ class Action(StrEnum):
     LOOK = "look"
     INVITE = "invite"
     MINT_KEY = "mint_key"
+    REGISTER = "register"
+    ENROL_PARTNER = "enrol_partner"
     APPROVE = "approve"
     RESUME = "resume"
     PUBLISH_BUNDLE = "publish_bundle"
@@ -59,8 +63,8 @@ class Action(StrEnum):
 
 
 _WORK = frozenset(
-    {Action.INFER, Action.LAUNCH, Action.CONTINUE, Action.RESTART, Action.READ_DATA, Action.SAVE, Action.LOAD,
-     Action.RELEASE_KEY, Action.CALL_TOOL, Action.EXPORT_WEIGHTS}
+    {Action.INFER, Action.INFER_RESTRICTED, Action.LAUNCH, Action.SERVE, Action.CONTINUE, Action.RESTART,
+     Action.READ_DATA, Action.SAVE, Action.LOAD, Action.RELEASE_KEY, Action.CALL_TOOL, Action.EXPORT_WEIGHTS}
 )
 
 

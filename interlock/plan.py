@@ -1,5 +1,6 @@
 """The plan of a run: what an approval binds to, byte for byte, by its digest. Page: docs/formats/launch-order.md."""
 
+import re
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -9,6 +10,8 @@ from interlock.errors import Malformed
 from interlock.tier import Tier, tier_of
 
 MAX_ARGV = 65_536
+_ENVIRONMENT = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
+_VERSION = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,11 @@ class Plan:
     `code` maps file names (no slash) to ``sha256:`` digests of files bound at `/code`; `argv` is the
     command inside; `datasets` are read-only; `pids`, `memory_mb`, `cpu_seconds`, `work_mb`, `output_mb`
     are limits; `restarts` the restart budget; `guest` whether the broker's socket is bound in;
-    `valid_s` how long the plan may start runs (critical: at most 7 days).
+    `valid_s` how long the plan may start runs (critical: at most 7 days); `ranks` processes of a training run;
+    `environment` name of an interpreter environment that the node offers (empty: the node's own); `checkpoints`
+    whether the run may save and load sealed checkpoints; `weights` digests of the versions that it may load;
+    `serve` makes it an engine of the one version in `weights`; `resume` whether the control plane starts it again
+    by itself when it fails, within `restarts`.
     """
 
     argv: tuple[str, ...]
@@ -49,6 +56,12 @@ class Plan:
     output_mb: int = 16
     guest: bool = False
     valid_s: int = 86_400
+    ranks: int = 1
+    environment: str = ""
+    checkpoints: bool = False
+    weights: tuple[str, ...] = ()
+    serve: bool = False
+    resume: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """Return the canonical JSON object."""
@@ -59,6 +72,8 @@ class Plan:
             "replicas": self.replicas, "restarts": self.restarts, "pids": self.pids,
             "memory_mb": self.memory_mb, "cpu_seconds": self.cpu_seconds, "work_mb": self.work_mb,
             "output_mb": self.output_mb, "guest": self.guest, "valid_s": self.valid_s,
+            "ranks": self.ranks, "environment": self.environment, "checkpoints": self.checkpoints,
+            "weights": list(self.weights), "serve": self.serve, "resume": self.resume,
         }
 
     @classmethod
@@ -77,17 +92,19 @@ class Plan:
             raise Malformed(f"a command has no NUL and at most {MAX_ARGV} characters", code="argv",
                             next_step="put long text into a code file")
         tier = tier_of(full.get("tier"))
-        if not isinstance(full["guest"], bool):
-            raise Malformed("field 'guest' is not a boolean")
-        return cls(
+        guest, checkpoints, serve, resume = (_flag(full, name) for name in ("guest", "checkpoints", "serve", "resume"))
+        found = cls(
             argv, tier, text(full, "tenant", limit=64), _code(full["code"]), _datasets(full["datasets"]),
             text(full, "model", empty=True, limit=256), text(full, "pool", limit=64),
             number(full, "replicas", low=1, high=1), number(full, "restarts", high=100),
             number(full, "pids", low=1, high=4096), number(full, "memory_mb", low=16, high=1 << 20),
             number(full, "cpu_seconds", low=1, high=30 * 86400), number(full, "work_mb", low=1, high=1 << 20),
-            number(full, "output_mb", low=1, high=1024), full["guest"],
-            number(full, "valid_s", low=1, high=7 * 86400),
+            number(full, "output_mb", low=1, high=1024), guest,
+            number(full, "valid_s", low=1, high=7 * 86400), number(full, "ranks", low=1, high=64),
+            _environment(full), checkpoints, _weights(full), serve, resume,
         )
+        _check_together(found)
+        return found
 
     def digest(self) -> str:
         """Return the digest that approvals and second factors are bound to."""
@@ -98,6 +115,39 @@ _PLAN_DEFAULTS: dict[str, Any] = Plan(("x",), Tier.NONE, "x").as_json()
 _PLAN_FIELDS = frozenset(_PLAN_DEFAULTS)
 for _required in ("argv", "tier", "tenant"):
     del _PLAN_DEFAULTS[_required]
+
+
+def _flag(value: dict[str, Any], key: str) -> bool:
+    found = value.get(key)
+    if not isinstance(found, bool):
+        raise Malformed(f"field {key!r} is not a boolean")
+    return found
+
+
+def _environment(value: dict[str, Any]) -> str:
+    name = text(value, "environment", empty=True, limit=64)
+    if name and not _ENVIRONMENT.fullmatch(name):
+        raise Malformed("an environment is named by lower-case letters, digits and '-'", code="environment")
+    return name
+
+
+def _weights(value: dict[str, Any]) -> tuple[str, ...]:
+    found = texts(value, "weights", limit=8)
+    if len(set(found)) != len(found) or not all(_VERSION.fullmatch(w) for w in found):
+        raise Malformed("weights are distinct version digests", code="weights",
+                        next_step="interlock model list shows them")
+    return found
+
+
+def _check_together(plan: Plan) -> None:
+    """Refuse fields that contradict each other; raises Malformed (``malformed.plan``)."""
+    if (plan.checkpoints or plan.weights or plan.serve) and not plan.guest:
+        raise Malformed("checkpoints and weights come through the broker: the plan needs guest=true", code="plan")
+    if plan.serve and (len(plan.weights) != 1 or not plan.model or plan.ranks != 1 or plan.checkpoints):
+        raise Malformed("an engine serves one version of one model, and saves nothing", code="plan")
+    if plan.resume and not plan.restarts:
+        raise Malformed("a run that resumes by itself needs a restart budget", code="plan",
+                        next_step="set restarts to 1 or more")
 
 
 def _rows(value: object, fields: frozenset[str]) -> list[dict[str, Any]]:

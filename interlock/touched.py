@@ -19,6 +19,8 @@ def dataset_of(plan: Plan, dataset: Dataset) -> Resource:
     return Resource("dataset", dataset.path.strip("/"), plan.tenant, plan.tier)
 
 
-def action_of(attempt: int) -> Action:
-    """Return launch for a first attempt, restart for a later one."""
-    return Action.LAUNCH if attempt == 1 else Action.RESTART
+def action_of(plan: Plan, attempt: int) -> Action:
+    """Return launch (of an engine: serve) for a first attempt, restart for a later one."""
+    if attempt > 1:
+        return Action.RESTART
+    return Action.SERVE if plan.serve else Action.LAUNCH

@@ -4,6 +4,7 @@ Standard library only. A datagram is one JSON object of the canonical subset (in
 `LIMIT` bytes; SOCK_SEQPACKET keeps the boundaries, so nothing is framed and nothing can be glued together.
 """
 
+import array
 import json
 import os
 import socket
@@ -58,19 +59,50 @@ def ask(op: str, *, path: str | None = None, deadline_s: float = DEADLINE_S, **f
     exchange. Raises the typed refusal of the broker, or Unavailable (``unavailable.broker``) when it does
     not answer in time.
     """
-    message = encode({"op": op, **fields})
+    data, _ = _exchange(encode({"op": op, **fields}), path, deadline_s)
+    return _reply(decode(data))
+
+
+def ask_with_file(
+    op: str, *, path: str | None = None, deadline_s: float = DEADLINE_S, **fields: Any
+) -> tuple[dict[str, Any], int]:
+    """Like `ask`, for a reply that brings one open file; returns (fields, descriptor), which the caller closes.
+
+    Raises what `ask` raises, and Malformed when the reply brings no file or several.
+    """
+    data, fds = _exchange(encode({"op": op, **fields}), path, deadline_s, files=1)
+    try:
+        reply = _reply(decode(data))
+        if len(fds) != 1:
+            raise Malformed("the reply brings no open file", code="wire")
+        return reply, fds.pop()
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _exchange(message: bytes, path: str | None, deadline_s: float, files: int = 0) -> tuple[bytes, list[int]]:
+    room = socket.CMSG_SPACE(files * array.array("i").itemsize) if files else 0
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
             line.settimeout(deadline_s)
             line.connect(path or socket_path())
             with suppress(BrokenPipeError):  # turned away before we spoke: the refusal is waiting to be read
                 line.sendall(message)
-            data = line.recv(LIMIT + 1)
+            data, extra, _, _ = line.recvmsg(LIMIT + 1, room, socket.MSG_CMSG_CLOEXEC)
     except OSError as error:
         raise _away(error) from None
+    fds: list[int] = []
+    for level, kind, rights in extra:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found = array.array("i")
+            found.frombytes(rights[: len(rights) - len(rights) % found.itemsize])
+            fds += found
     if not data:
+        for fd in fds:
+            os.close(fd)
         raise _away(ConnectionResetError("it hung up"))
-    return _reply(decode(data))
+    return data, fds
 
 
 def _reply(value: dict[str, Any]) -> dict[str, Any]:

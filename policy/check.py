@@ -11,12 +11,12 @@ from interlock.call import Action, Effect
 from interlock.errors import Malformed
 from interlock.tier import Tier
 from policy import capability
-from policy.facts import EVERYONE
+from policy.facts import ANONYMOUS, EVERYONE
 from policy.rules import ANY, MAX_DEPTH, MODEL_FILE, POLICY_FILE, SAME, Rule, Rules, parse_model, parse_policy
 
-OFFICES = frozenset({"administrator", "researcher", "safety_officer", "on_call", "auditor", EVERYONE})
+OFFICES = frozenset({"administrator", "researcher", "safety_officer", "on_call", "auditor", EVERYONE, ANONYMOUS})
 TWO_PERSONS = frozenset(
-    {Action.LAUNCH, Action.LOAD, Action.EXPORT_WEIGHTS, Action.CHANGE_TIER, Action.DESTROY_KEY}
+    {Action.LAUNCH, Action.SERVE, Action.EXPORT_WEIGHTS, Action.CHANGE_TIER, Action.DESTROY_KEY}
 )
 SEPARATE = (
     (Action.LAUNCH, Action.APPROVE), (Action.INVITE, Action.APPROVE), (Action.INVITE, Action.RESUME),
@@ -130,7 +130,7 @@ def _covered(rules: Rules) -> Iterator[Problem]:
 
 def covers(wide: Rule, narrow: Rule, rules: Rules) -> bool:
     """Return whether every call that `narrow` matches is matched by `wide` too."""
-    roles = {*rules.closure(narrow.role), EVERYONE}
+    roles = _of_holder(rules, narrow.role)
     return (
         wide.role in roles
         and (wide.tenant in (ANY, narrow.tenant) or (wide.tenant == SAME and narrow.tenant != ANY))
@@ -140,6 +140,11 @@ def covers(wide: Rule, narrow: Rule, rules: Rules) -> bool:
         and wide.tier in (ANY, narrow.tier)
         and wide.conditions <= narrow.conditions
     )
+
+
+def _of_holder(rules: Rules, role: str) -> set[str]:
+    """Return every role that whoever holds `role` has; the anonymous caller alone is not "everyone"."""
+    return {*rules.closure(role), *(() if role == ANONYMOUS else (EVERYONE,))}
 
 
 def _separation(rules: Rules) -> Iterator[Problem]:
@@ -156,7 +161,7 @@ def _separation(rules: Rules) -> Iterator[Problem]:
 def _holders(rules: Rules, action: Action) -> Iterable[tuple[str, Rule]]:
     allows = [r for r in rules.rules if r.effect is Effect.ALLOW and r.action in (ANY, action)]
     for role in rules.names():
-        closure = {*rules.closure(role), EVERYONE}
+        closure = _of_holder(rules, role)
         for rule in allows:
             if rule.role in closure:
                 yield role, rule

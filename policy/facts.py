@@ -6,6 +6,7 @@ from typing import Any, Literal
 FRESH_MS = 300_000
 NEVER_MS = 2**52  # the age of what was never confirmed; it decides nothing
 EVERYONE = "everyone"
+ANONYMOUS = "anonymous"  # the role of a caller who shows no key; he is not "everyone", who is whoever signed in
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from interlock.errors import Malformed, Untrusted
 from policy import check, rules
 from policy import decide as deciding
 from policy.bundle import Bundle
-from policy.facts import EVERYONE, Facts
+from policy.facts import ANONYMOUS, EVERYONE, Facts
 from policy.rules import Rule, Rules
 
 _LOAD = threading.Lock()
@@ -168,7 +168,7 @@ class Engine:
         if not all(type(x) is str and x for x in request) or not call.resource.name:
             raise Malformed("a call with an empty field is not decided", code="call")
         # Unknown roles never reach casbin: its role table would grow by whatever a caller sends.
-        roles = sorted((facts.roles & self._known) | {EVERYONE})
+        roles = sorted((facts.roles & self._known) | (set() if ANONYMOUS in facts.roles else {EVERYONE}))
         with self._lock:
             found = self._ask(part, roles, request, facts.held(call.bound))
             allows, denies = self._of(found, Effect.ALLOW), self._of(found, Effect.DENY)

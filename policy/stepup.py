@@ -1,9 +1,9 @@
 """When an allowed call still needs a fresh second factor or further persons, by the tier of its resource.
 
 These obligations hold whatever the bundle says: a bundle can ask for more, never for less. They belong to
-launch, load, export, tier change and key destruction; a restart inside an approved plan and a single inference
-need none. Resume and approvals carry a factor and a person's signature of their own, which the order desk and
-the supervisor verify. Source: architecture.md, "Model tiers".
+launch, serving, export, tier change and key destruction; a restart or a load inside an approved plan, which names
+the versions by digest, and a single inference need none. Resume and approvals carry a factor and a person's
+signature of their own, which the order desk and the supervisor verify. Source: architecture.md, "Model tiers".
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ def obligation(call: Call) -> Obligation:
     """Return what the tier and the action demand of `call`."""
     profile = PROFILES[call.resource.tier]
     match call.action:
-        case Action.LAUNCH | Action.LOAD:
+        case Action.LAUNCH | Action.SERVE:
             return Obligation(profile.fresh_factor, profile.bound_factor, profile.launch_approvals)
         case Action.EXPORT_WEIGHTS:
             persons = profile.launch_approvals if call.resource.tier is not Tier.HIGH else 1

@@ -41,5 +41,5 @@ def ask(station: Station, order: LaunchOrder) -> Admitted:
     }
     # last, so that the few seconds of its life are not spent on the others
     about = resource_of(order.plan, order.labels.lineage)
-    launch = gate.ask(_call(order, action_of(order.attempt), about), facts)
+    launch = gate.ask(_call(order, action_of(order.plan, order.attempt), about), facts)
     return Admitted(launch, data)

@@ -125,7 +125,7 @@ class Broker:
 
     def _check_permit(self, request: dict[str, Any], run: str) -> None:
         permit = unseal(text(request, "permit", limit=16_384), self._key)
-        if permit.action not in (Action.LAUNCH, Action.RESTART) or permit.run != run:
+        if permit.action not in (Action.LAUNCH, Action.SERVE, Action.RESTART) or permit.run != run:
             raise Untrusted("the permit is for something else", code="permit")
         permit.check(permit.action, text(request, "resource"), epoch=self._epoch())
 

@@ -89,7 +89,7 @@ def check(permits: Admitted, order: LaunchOrder, epoch: int) -> None:
 
     Raises Untrusted (``untrusted.permit``) or Halted (``stopped.epoch``).
     """
-    permits.launch.check(action_of(order.attempt), resource_of(order.plan).path, epoch=epoch)
+    permits.launch.check(action_of(order.plan, order.attempt), resource_of(order.plan).path, epoch=epoch)
     for dataset in order.plan.datasets:
         permit = permits.data.get(dataset.name)
         if permit is None:

@@ -176,6 +176,22 @@ class Upstream:
         body = {"name": name, "data": base64.b64encode(data).decode(), "digest": digest_bytes(data)}
         self._json("POST", f"/node/runs/{run}/{attempt}/files", json=body)
 
+    def keys(self, run: str, attempt: int) -> dict[str, Any]:
+        """Return the keys of a live attempt: ``{run_key: base64 or null, files: {version: {file: base64}}}``.
+
+        Raises the refusal of key release (no live lease, stopped, another node's run).
+        """
+        return self._json("POST", f"/node/runs/{run}/{attempt}/keys", json={})
+
+    def checkpoint(self, run: str, attempt: int, manifest: bytes) -> str:
+        """Report a committed checkpoint by its manifest; returns its digest. Repeating is safe."""
+        body = {"manifest": base64.b64encode(manifest).decode()}
+        return str(self._json("POST", f"/node/runs/{run}/{attempt}/checkpoints", json=body).get("digest"))
+
+    def engine_ready(self, run: str, attempt: int) -> None:
+        """Report that the engine of this attempt is warm; its version moves to serving."""
+        self._json("POST", f"/node/runs/{run}/{attempt}/ready", json={})
+
     def code(self, digest: str) -> bytes:
         """Return the bytes of a code file; raises Untrusted when they do not have that digest."""
         data = self._send("GET", f"/node/code/{digest}").content

@@ -20,4 +20,7 @@ def test_a_dataset_is_known_by_its_path_not_by_the_requesters_name() -> None:
 
 
 def test_only_the_first_attempt_is_a_launch() -> None:
-    assert [action_of(n) for n in (1, 2, 7)] == [Action.LAUNCH, Action.RESTART, Action.RESTART]
+    assert [action_of(Plan(("x",), Tier.NONE, "lab"), n) for n in (1, 2, 7)] == [
+        Action.LAUNCH, Action.RESTART, Action.RESTART]
+    engine = Plan(("x",), Tier.NONE, "lab", model="m", guest=True, weights=("sha256:" + "0" * 64,), serve=True)
+    assert [action_of(engine, n) for n in (1, 2)] == [Action.SERVE, Action.RESTART]

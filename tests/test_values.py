@@ -181,7 +181,7 @@ def test_every_action_is_work_govern_or_stop() -> None:
     assert Action.STOP.kind is Kind.STOP
     assert [a for a in Action if a.kind is Kind.STOP] == [Action.STOP]
     work = {"infer", "launch", "continue", "restart", "read_data", "save", "load", "release_key", "call_tool",
-            "export_weights"}
+            "export_weights", "serve", "infer_restricted"}
     assert {a.value for a in Action if a.kind is Kind.WORK} == work
 
 
@@ -271,10 +271,11 @@ def test_a_plan_digest_covers_every_field() -> None:
     changes: dict[str, Any] = {
         "argv": ("false",), "tier": Tier.HIGH, "tenant": "other", "code": (("a", "d"),),
         "datasets": (Dataset("d", "/x"),), "model": "m", "pool": "p", "replicas": 2, "restarts": 1, "pids": 1,
-        "memory_mb": 1, "cpu_seconds": 1, "work_mb": 1, "output_mb": 1, "guest": True, "valid_s": 1,
+        "memory_mb": 1, "cpu_seconds": 1, "work_mb": 1, "output_mb": 1, "guest": True, "valid_s": 1, "ranks": 2,
+        "environment": "guest", "checkpoints": True, "weights": ("w",), "serve": True, "resume": True,
     }
     assert set(changes) == {f.name for f in dataclasses.fields(Plan)}
-    assert len({dataclasses.replace(plan, **{k: v}).digest() for k, v in changes.items()} | {plan.digest()}) == 17
+    assert len({dataclasses.replace(plan, **{k: v}).digest() for k, v in changes.items()} | {plan.digest()}) == 23
 
 
 # ---- permits ---------------------------------------------------------------------------------------

@@ -175,3 +175,49 @@ trust_versions = Table(
     Column("body", Text, nullable=False), Column("approvals", Text, nullable=False),
     Column("made_us", BigInteger, nullable=False),
 )
+
+# --- keys and checkpoints ---------------------------------------------------------------------------
+# One run key a run, wrapped by the provider under `context` (JSON: tenant, model, run, tier).
+run_keys = Table(
+    "run_keys", metadata, Column("run", String(64), ForeignKey("runs.id"), primary_key=True),
+    Column("provider", String(32), nullable=False), Column("kek", String(64), nullable=False),
+    Column("kek_version", Integer, nullable=False), Column("wrapped", LargeBinary, nullable=False),
+    Column("context", Text, nullable=False), Column("made_us", BigInteger, nullable=False),
+)
+# What a node committed. `digest` is that of the manifest's body; the manifest holds wrapped file keys, no key.
+checkpoints = Table(
+    "checkpoints", metadata, Column("digest", String(80), primary_key=True),
+    Column("run", String(64), ForeignKey("runs.id"), nullable=False, index=True),
+    Column("step", BigInteger, nullable=False), Column("attempt", Integer, nullable=False),
+    Column("kind", String(16), nullable=False), Column("items", Integer, nullable=False),
+    Column("bytes", BigInteger, nullable=False), Column("parent", String(80), nullable=False),
+    Column("node", String(64), nullable=False), Column("manifest", LargeBinary, nullable=False),
+    Column("committed_us", BigInteger, nullable=False),
+)
+
+# --- registry ---------------------------------------------------------------------------------------
+models = Table(
+    "models", metadata, Column("name", String(64), primary_key=True), Column("tenant", String(64), nullable=False),
+    Column("owner", String(64), ForeignKey("people.id"), nullable=False), Column("tier", String(16), nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+)
+# state: draft | approved | serving | retired. `lineage` is JSON {parents, models, datasets, code}.
+versions = Table(
+    "versions", metadata,
+    Column("digest", String(80), ForeignKey("checkpoints.digest"), primary_key=True),
+    Column("model", String(64), ForeignKey("models.name"), nullable=False),
+    Column("number", Integer, nullable=False), Column("tier", String(16), nullable=False),
+    Column("state", String(16), nullable=False), Column("run", String(64), ForeignKey("runs.id"), nullable=False),
+    Column("step", BigInteger, nullable=False), Column("lineage", Text, nullable=False),
+    Column("request", String(64), nullable=False), Column("created_by", String(64), nullable=False),
+    Column("created_us", BigInteger, nullable=False), Column("moved_us", BigInteger, nullable=False),
+    UniqueConstraint("model", "number", name="uq_versions_model_number"),
+)
+# Live membership of a partner programme: not ended, and `until_us` not passed.
+programme_members = Table(
+    "programme_members", metadata, Column("programme", String(64), primary_key=True),
+    Column("person", String(64), ForeignKey("people.id"), primary_key=True),
+    Column("organisation", String(128), nullable=False), Column("until_us", BigInteger, nullable=False),
+    Column("by", String(64), nullable=False), Column("at_us", BigInteger, nullable=False),
+    Column("ended_us", BigInteger, nullable=False),
+)

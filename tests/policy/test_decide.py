@@ -126,7 +126,7 @@ def test_obligations_hold_high() -> None:
     (Action.LAUNCH, Tier.NONE, stepup.Obligation()),
     (Action.LAUNCH, Tier.HIGH, stepup.Obligation(True, False, 0)),
     (Action.LAUNCH, Tier.CRITICAL, stepup.Obligation(True, True, 2)),
-    (Action.LOAD, Tier.CRITICAL, stepup.Obligation(True, True, 2)),
+    (Action.SERVE, Tier.CRITICAL, stepup.Obligation(True, True, 2)),
     (Action.EXPORT_WEIGHTS, Tier.NONE, stepup.Obligation()),
     (Action.EXPORT_WEIGHTS, Tier.HIGH, stepup.Obligation(True, False, 1)),
     (Action.EXPORT_WEIGHTS, Tier.CRITICAL, stepup.Obligation(True, True, 2)),

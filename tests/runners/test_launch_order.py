@@ -94,7 +94,7 @@ def _permits(made: LaunchOrder, **change: object) -> Admitted:
         return issue(action=action, resource=resource, **fields)  # type: ignore[arg-type]
 
     data = one(Action.READ_DATA, dataset_of(made.plan, made.plan.datasets[0]).path)
-    return Admitted(one(action_of(made.attempt), resource_of(made.plan).path, **change), {"d": data})
+    return Admitted(one(action_of(made.plan, made.attempt), resource_of(made.plan).path, **change), {"d": data})
 
 
 def test_refuses_when_the_permit_is_off_right_before_the_effect(made):
