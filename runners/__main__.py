@@ -28,7 +28,12 @@ def _words() -> argparse.ArgumentParser:
     broker.add_argument("--node", required=True)
     broker.add_argument("--control", required=True, type=int)
     broker.add_argument("--key", required=True, type=int)
-    for each in (join, serve, signer, broker):
+    gateway = orders.add_parser("gateway", help=argparse.SUPPRESS)
+    gateway.add_argument("--node", required=True)
+    gateway.add_argument("--control", required=True, type=int)
+    gateway.add_argument("--key", required=True, type=int)
+    gateway.add_argument("--port", required=True, type=int)
+    for each in (join, serve, signer, broker, gateway):
         each.add_argument("--state")
         each.add_argument("--runtime")
     return words
@@ -81,11 +86,18 @@ def _broker(given: argparse.Namespace) -> None:
     serve(given.state, given.runtime, given.node, given.control, given.key)
 
 
+def _gateway(given: argparse.Namespace) -> None:
+    from runners.gateway_process import serve
+
+    serve(given.state, given.runtime, given.node, given.control, given.key, given.port)
+
+
 def main(argv: list[str]) -> int:
     """Carry out one command; a refusal is one JSON line on stderr and status 1."""
     given = _words().parse_args(argv)
     os.umask(0o022)  # modes of our files are said where they are made; folders stay passable for the broker
-    orders = {"join": _join, "serve": _serve, "trust-signer": _trust_signer, "broker": _broker}
+    orders = {"join": _join, "serve": _serve, "trust-signer": _trust_signer, "broker": _broker,
+              "gateway": _gateway}
     try:
         origin.check(*PACKAGES)
         orders[given.order](given)
