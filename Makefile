@@ -8,10 +8,12 @@ STAMP := .venv/.setup-stamp
 
 setup: $(STAMP)
 
-$(STAMP): requirements.lock pyproject.toml interlock/pyproject.toml deploy/setup/debian.sh deploy/setup/environment.sh
-	@echo "== set-up (once): system packages, then .venv =="
+$(STAMP): requirements.lock requirements-guest.lock requirements-models.lock pyproject.toml interlock/pyproject.toml \
+		deploy/setup/debian.sh deploy/setup/environment.sh deploy/setup/guest.sh
+	@echo "== set-up (once): system packages, then .venv, then .venv-guest (torch) =="
 	@bash deploy/setup/debian.sh
 	@bash deploy/setup/environment.sh
+	@bash deploy/setup/guest.sh
 	@touch $(STAMP)
 
 demo: setup
@@ -21,7 +23,7 @@ test: setup check
 	@$(PY) -I deploy/setup/run_tests.py
 
 fast: setup
-	@$(PY) -m pytest -m "not root and not browser and not postgres and not demo and not mutation" -n 2 tests
+	@$(PY) -m pytest -m "not root and not browser and not postgres and not guest and not demo and not mutation" -n 2 tests
 
 check: setup
 	@.venv/bin/ruff check .
@@ -37,4 +39,4 @@ bench: setup
 	@$(PY) -I bench/$(NAME).py
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-guest build dist *.egg-info .mypy_cache .ruff_cache .import_linter_cache

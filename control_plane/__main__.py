@@ -1,4 +1,4 @@
-"""``python -I -m control_plane init|migrate|serve|bootstrap|trust-signer|join-file``: local commands of the
+"""``python -I -m control_plane init|migrate|serve|bootstrap|trust-signer|join-file|hsm``: local commands of the
 state's owner. Everything else goes through the API."""
 
 import argparse
@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from control_plane import init, serve, settings, signing
+from control_plane import hsm, init, serve, settings, signing
 from control_plane.api.nodes import make_join_file
 from control_plane.auth import links
 from control_plane.certificates import Authority, node_id
@@ -21,14 +21,14 @@ from interlock.event import Event, EventType
 from interlock.keyfile import read_ed25519, write_private
 from interlock.places import default_state
 
-PACKAGES = ("control_plane", "policy", "audit", "killswitch", "migrations")
+PACKAGES = ("control_plane", "policy", "kms", "audit", "killswitch", "migrations")
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     top = argparse.ArgumentParser(prog="python -I -m control_plane")
     verbs = top.add_subparsers(dest="verb", required=True)
-    for name in ("init", "migrate", "serve", "bootstrap", "trust-signer", "join-file"):
+    for name in ("init", "migrate", "serve", "bootstrap", "trust-signer", "join-file", "hsm"):
         verb = verbs.add_parser(name)
         verb.add_argument("--state", type=Path, default=None)
         if name in ("init", "serve"):
@@ -41,6 +41,10 @@ def parser() -> argparse.ArgumentParser:
             verb.add_argument("--recover", action="store_true")
         if name == "trust-signer":
             verb.add_argument("file", type=Path)
+        if name == "hsm":
+            which = verb.add_mutually_exclusive_group(required=True)
+            which.add_argument("--softhsm", action="store_true")
+            which.add_argument("--module", type=Path, metavar="FILE")
         if name == "join-file":
             verb.add_argument("--node", required=True)
     return top
@@ -122,8 +126,16 @@ def do_join_file(words: argparse.Namespace, state: Path) -> None:
     print(path, flush=True)
 
 
+def do_hsm(words: argparse.Namespace, state: Path) -> None:
+    """Name the HSM that keeps the keys of the upper tiers; nobody may serve meanwhile."""
+    places = _load(state).places
+    with serve.alone(places):
+        used = hsm.use_softhsm(places) if words.softhsm else hsm.use_module(places, words.module)
+    print(json.dumps({"hsm": {"module": used["module"], "token": used["token"]}}))
+
+
 VERBS = {"init": do_init, "migrate": do_migrate, "serve": do_serve, "bootstrap": do_bootstrap,
-         "trust-signer": do_trust_signer, "join-file": do_join_file}
+         "trust-signer": do_trust_signer, "join-file": do_join_file, "hsm": do_hsm}
 
 
 def main() -> int:

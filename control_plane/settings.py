@@ -14,7 +14,7 @@ from interlock.errors import Conflict, Malformed, Unavailable, Untrusted
 
 SITES = ("demo", "default")
 PRODUCTION_COOLDOWN_MS = 600_000
-_SITE_FIELDS = {"site", "people_port", "nodes_port", "node"}
+_SITE_FIELDS = {"site", "people_port", "nodes_port", "gateway_port", "node"}
 _FILE_FIELDS = {"production", "cooldown_ms", "on_unconfirmed", "database", "origin", "unconfirmed_ms", "silent_ms"}
 
 

@@ -13,7 +13,8 @@ from control_plane.cli.programs import Places
 from interlock.errors import Conflict, LayerMissing, Unavailable
 from sandbox.reach import package_folders, reach
 
-CONTROL_USER, BROKER_USER = "interlock", "interlock-broker"
+CONTROL_USER, BROKER_USER, GATEWAY_USER = "interlock", "interlock-broker", "interlock-gateway"
+USERS = (CONTROL_USER, BROKER_USER, GATEWAY_USER)
 USERADD_S = 60.0
 
 
@@ -41,7 +42,7 @@ def make_user(name: str) -> Owner:
     program = shutil.which("useradd", path="/usr/sbin:/sbin:/usr/bin:/bin")
     if program is None:
         raise LayerMissing("useradd is not installed", code="useradd",
-                           next_step=f"make the system users {CONTROL_USER} and {BROKER_USER}")
+                           next_step=f"make the system users {', '.join(USERS)}")
     group = ["--gid", name] if _group_exists(name) else ["--user-group"]
     try:
         said = subprocess.run([program, "--system", *group, "--no-create-home", "--home-dir", "/nonexistent", "--shell",
@@ -79,7 +80,9 @@ def make_folder(path: Path, mode: int, who: Owner | None) -> None:
         os.close(handle)
 
 
-def lay_folders(places: Places, control: Owner | None, broker: Owner | None) -> None:
+def lay_folders(
+    places: Places, control: Owner | None, broker: Owner | None, gateway: Owner | None = None
+) -> None:
     """Make STATE and RUNTIME with the owners of 0001-seams §1. The parents stay root's: who owns a folder
     may rename what lies in it, the supervisor's trust included."""
     root = Owner(0, 0) if control is not None else None
@@ -93,6 +96,7 @@ def lay_folders(places: Places, control: Owner | None, broker: Owner | None) -> 
         make_folder(places.state / "shared", 0o755, root)
         make_folder(places.state / "supervisor", 0o700, root)
         make_folder(places.state / "broker", 0o700, broker)
+        make_folder(places.state / "gateway", 0o700, gateway)
 
 
 def dropped(argv: list[str], who: Owner | None, writes: list[Path], reads: list[Path] | None = None) -> list[str]:

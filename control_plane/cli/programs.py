@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from interlock.errors import Malformed, Refusal, Unavailable, Usage, from_json
+from interlock.errors import Refusal, Unavailable, Usage, from_json
 from interlock.places import SOCKET_BYTES, default_runtime, default_state, too_long
 
 CONTROL, SUPERVISOR, NODE = "control_plane", "killswitch", "runners"
@@ -53,24 +53,6 @@ class Places:
     def site_file(self) -> Path:
         """Return the file with site name, ports and node."""
         return self.state / "site.json"
-
-    @property
-    def data_roots_file(self) -> Path:
-        """Return the file with the data roots that the node is started with."""
-        return self.state / "data-roots.json"
-
-    def data_roots(self) -> list[str]:
-        """Return the data roots of the last start, none when nothing was noted; raises Malformed."""
-        try:
-            found = json.loads(self.data_roots_file.read_bytes())
-        except FileNotFoundError:
-            return []
-        except (OSError, ValueError):
-            found = None
-        if not isinstance(found, list) or not all(isinstance(root, str) for root in found):
-            raise Malformed(f"{self.data_roots_file} is no list of folders", code="settings",
-                            next_step="remove it, and name every --data-root again")
-        return found
 
     def pid_file(self, name: str) -> Path:
         """Return the pid file of a program."""

@@ -4,7 +4,6 @@ init → pin the bundle signers → a join file (before anything serves) → con
 join → supervisor → node. Every step looks first whether it was done; a second `up` starts what is missing.
 """
 
-import json
 import os
 import re
 import select
@@ -20,12 +19,12 @@ import typer
 
 from control_plane.cli import down, owners, programs
 from control_plane.cli.invocation import Invocation, RuntimeOption, StateOption
+from control_plane.cli.node_options import DEFAULT_GATEWAY_PORT, NodeOptions, options, write_open
 from control_plane.cli.owners import Owner
 from control_plane.cli.programs import CONTROL, NODE, SUPERVISOR, Places, module
 from control_plane.cli.terminal import Terminal, fields, state, table
 from interlock.errors import Conflict, Malformed, NotFound, Refusal, Unavailable, Usage
 from interlock.keyfile import write_private
-from sandbox.profile import HIDDEN
 
 DEFAULT_PORTS = (7070, 7071)
 
@@ -44,7 +43,8 @@ class Rise:
     terminal: Terminal
     site: dict[str, Any]
     signers: list[Path]
-    data_roots: list[str]
+    node: NodeOptions
+    hsm: list[str]
     is_root: bool
     control: Owner | None = None
     made: list[str] = field(default_factory=list)
@@ -56,14 +56,13 @@ class Rise:
 
     def prepare(self) -> None:
         """Make system users (root only), folders and site.json."""
-        broker = None
+        broker = gateway = None
         if self.is_root:
-            self.control, broker = (self._user(name) for name in (owners.CONTROL_USER, owners.BROKER_USER))
-        owners.lay_folders(self.places, self.control, broker)
-        if not self.places.site_file.exists():
-            _write_open(self.places.site_file, self.site)
-        if self.data_roots != self.places.data_roots():
-            _write_open(self.places.data_roots_file, self.data_roots)
+            self.control, broker, gateway = (self._user(name) for name in owners.USERS)
+        owners.lay_folders(self.places, self.control, broker, gateway)
+        if self.site != self.places.site():
+            write_open(self.places.site_file, self.site)
+        self.node.note(self.places)
 
     def _user(self, name: str) -> Owner:
         found = owners.owner(name)
@@ -84,6 +83,9 @@ class Rise:
             with self._do("makes keys and database"):
                 programs.ask(self.control_command("init", "--site", self.site["site"], *ports), what="init")
             self.made.append("keys and database")
+        if self.hsm:
+            with self._do("names the HSM"):
+                programs.ask(self.control_command("hsm", *self.hsm), what="hsm")
         for signer in self.signers:
             with self._do(f"pins the bundle signer {signer.name}"), self.readable(signer) as file:
                 programs.ask(self.control_command("trust-signer", str(file), reads=[file]), what="trust-signer")
@@ -146,8 +148,8 @@ class Rise:
     def serve_host(self) -> None:
         """Start supervisor and node, both root."""
         self.start(SUPERVISOR, module(SUPERVISOR, "watch", *_where(self.places)), "starts the kill supervisor")
-        roots = [word for root in self.data_roots for word in ("--data-root", root)]
-        self.start(NODE, module(NODE, "serve", *_where(self.places), *roots), "starts the node")
+        words = self.node.words(int(self.site["gateway_port"]))
+        self.start(NODE, module(NODE, "serve", *_where(self.places), *words), "starts the node")
 
     def run(self) -> None:
         """Walk all steps."""
@@ -178,7 +180,8 @@ class Rise:
         return {
             "state": str(self.places.state), "runtime": str(self.places.runtime), "node": self.site["node"],
             "people": f"http://localhost:{self.site['people_port']}",
-            "nodes": f"https://localhost:{self.site['nodes_port']}", "programs": rows, "made": self.made,
+            "nodes": f"https://localhost:{self.site['nodes_port']}",
+            "gateway": f"http://localhost:{self.site['gateway_port']}/v1", "programs": rows, "made": self.made,
             "started": self.started, "missing": self.missing,
             "bootstrap": f"interlock bootstrap --state {self.places.state}", "kek": str(keys / "kek.key"),
             "backup": f"copy {keys} to an offline medium, then: interlock doctor --confirm-backup "
@@ -206,46 +209,30 @@ def _last_line(said: str) -> str:
     return lines[-1]
 
 
-def site_of(places: Places, name: str, people: int | None, nodes: int | None) -> dict[str, Any]:
+def site_of(
+    places: Places, name: str, people: int | None, nodes: int | None, gateway: int | None = None
+) -> dict[str, Any]:
     """Return the site's facts: those on disk, or new ones. Other ports than those on disk are a Conflict."""
     found = places.site()
     if not found:
         return {"site": name, "people_port": people or DEFAULT_PORTS[0], "nodes_port": nodes or DEFAULT_PORTS[1],
-                "node": node_id(socket.gethostname())}
-    for key, given in (("people_port", people), ("nodes_port", nodes)):
+                "node": node_id(socket.gethostname()), "gateway_port": gateway or DEFAULT_GATEWAY_PORT}
+    found.setdefault("gateway_port", gateway or DEFAULT_GATEWAY_PORT)
+    for key, given in (("people_port", people), ("nodes_port", nodes), ("gateway_port", gateway)):
         if given is not None and given != found.get(key):
             raise Conflict(f"this state has {key} {found.get(key)}", code="site",
                            next_step="leave the option out, or choose another --state")
     if not all(isinstance(found.get(k), t) for k, t in
-               (("people_port", int), ("nodes_port", int), ("node", str), ("site", str))):
+               (("people_port", int), ("nodes_port", int), ("gateway_port", int), ("node", str), ("site", str))):
         raise Malformed(f"{places.site_file} is not a site file", code="settings")
     return found
-
-
-def data_roots_of(places: Places, given: list[Path]) -> list[str]:
-    """Return the data roots that were given; without any, those of the last start.
-
-    Raises Conflict (``conflict.site``) when the node runs already with others: it would not hear of these.
-    """
-    kept, wanted = places.data_roots(), [str(root) for root in given]
-    if wanted and wanted != kept and programs.running(places, NODE):
-        raise Conflict("the node runs with other data roots", code="site",
-                       next_step="interlock down, then interlock up with every --data-root")
-    return wanted or kept
-
-
-def _write_open(path: Path, value: object) -> None:
-    """Write a JSON file that the other users of ours can read; the rename makes it whole or absent."""
-    fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps(value) + "\n")
-    fresh.chmod(0o644)
-    fresh.replace(path)
 
 
 def _show(here: Invocation, report: dict[str, Any]) -> None:
     lines: list[object] = [
         table("", ["program", "pid", "state"], [(p["name"], p["pid"], state(p["state"])) for p in report["programs"]]),
-        fields({"console": report["people"], "state": report["state"], "first person": report["bootstrap"],
+        fields({"console": report["people"], "models answer at": report["gateway"], "state": report["state"],
+                "first person": report["bootstrap"],
                 "master key (KEK)": report["kek"], "back it up": report["backup"]}),
         *(f"[{m['code']}] {m['message']}\nnext step: {m['next_step']}" for m in report["missing"]),
     ]
@@ -259,15 +246,23 @@ def up(
     site: Annotated[str, typer.Option("--site", help="default, or demo.")] = "default",
     people_port: Annotated[int | None, typer.Option("--people-port", min=1, max=65535)] = None,
     nodes_port: Annotated[int | None, typer.Option("--nodes-port", min=1, max=65535)] = None,
+    gateway_port: Annotated[int | None, typer.Option("--gateway-port", min=1, max=65535)] = None,
     signer: Annotated[list[Path] | None, typer.Option("--signer", help="Pin this bundle signer (PUB.json).")] = None,
     data_root: Annotated[list[Path] | None, typer.Option("--data-root", help="Runs may read data below it.")] = None,
+    environment: Annotated[list[str] | None, typer.Option("--environment", help="NAME=PREFIX that runs use.")] = None,
+    softhsm: Annotated[bool, typer.Option("--softhsm", help="Keep upper tiers' keys in SoftHSM (once).")] = False,
+    pkcs11: Annotated[Path | None, typer.Option("--pkcs11", help="The HSM: JSON with module, token, pin_file.")] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Return when everything is ready.")] = False,
 ) -> int:
     """Start control plane, kill supervisor and node on this machine. Without root: the control plane alone."""
     here = Invocation.of(ctx)
     places = Places.of(state_folder, runtime)
-    rise = Rise(places, here.terminal, site_of(places, site, people_port, nodes_port), [_file(p) for p in signer or []],
-                data_roots_of(places, [_folder(p) for p in data_root or []]), os.geteuid() == 0)
+    if softhsm and pkcs11 is not None:
+        raise Usage("one HSM: --softhsm or --pkcs11", code="hsm")
+    hsm = ["--softhsm"] if softhsm else ["--module", str(_file(pkcs11))] if pkcs11 is not None else []
+    rise = Rise(places, here.terminal, site_of(places, site, people_port, nodes_port, gateway_port),
+                [_file(p) for p in signer or []], options(places, data_root or [], environment or []), hsm,
+                os.geteuid() == 0)
     try:
         rise.run()
     except (Refusal, KeyboardInterrupt):
@@ -288,16 +283,6 @@ def _bytes_of(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise Usage(f"cannot read {path}: {error.strerror}", code="file") from None
-
-
-def _folder(path: Path) -> Path:
-    if not path.is_dir():
-        raise Usage(f"{path} is not a folder", code="data_root")
-    real = path.resolve()
-    if any(real.is_relative_to(place) for place in HIDDEN):
-        raise Usage(f"no run is ever shown {real}", code="data_root",
-                    next_step="choose a folder outside " + ", ".join(HIDDEN))
-    return real
 
 
 def _undo(rise: Rise) -> None:

@@ -7,6 +7,7 @@ need() { command -v "$1" >/dev/null 2>&1 || missing+=("$2"); }
 need bwrap bubblewrap
 need chromium chromium
 need python3 python3
+need softhsm2-util softhsm2
 ldconfig -p 2>/dev/null | grep -F libatomic.so.1 >/dev/null || missing+=(libatomic1) # the browser tests' driver
 [ -x /usr/lib/postgresql/15/bin/initdb ] || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || missing+=(postgresql)
 python3 -c 'import venv, ensurepip' >/dev/null 2>&1 || missing+=(python3-venv)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from control_plane.cli import doctor, owners, up
+from control_plane.cli import doctor, node_options, owners, up
 from control_plane.cli.owners import Owner
 from control_plane.cli.programs import Places, Program, start_time
 from control_plane.cli.terminal import Terminal
-from interlock.errors import Conflict, Malformed, NotFound
+from interlock.errors import Conflict, Malformed, NotFound, Usage
 from sandbox.reach import package_folders, reach
 
 NOT_ROOT = os.geteuid() != 0
@@ -62,10 +62,10 @@ def test_a_state_without_root_belongs_to_its_owner_alone(places: Places) -> None
 @pytest.mark.skipif(NOT_ROOT, reason="owners need root")
 def test_the_control_plane_owns_its_folders_and_not_the_state(places: Places) -> None:
     """Who owns STATE could rename STATE/supervisor and give it another trust."""
-    owners.lay_folders(places, Owner(61001, 61001), Owner(61002, 61002))
+    owners.lay_folders(places, Owner(61001, 61001), Owner(61002, 61002), Owner(61003, 61003))
     uids = {p.name: p.stat().st_uid for p in places.state.iterdir()}
     assert uids == {"control": 61001, "orders": 61001, "trust": 61001, "logs": 0, "shared": 0, "supervisor": 0,
-                    "broker": 61002}
+                    "broker": 61002, "gateway": 61003}
     assert places.state.stat().st_uid == 0
     (places.runtime / "x").mkdir(parents=True)
     (places.state / "control").rmdir()
@@ -134,33 +134,43 @@ def test_refuses_when_no_run_could_be_shown_the_data_root(interlock, places: Pla
     assert (status, value["error"]["code"]) == (2, "usage.data_root")
     assert "/tmp" in value["error"]["next_step"]
     assert not (places.state / "control").exists()
-    assert up.data_roots_of(places, [Path("/usr/share/doc")]) == ["/usr/share/doc"]
+    assert node_options.options(places, [Path("/usr/share/doc")], []).data_roots == ["/usr/share/doc"]
 
 
-def test_refuses_when_the_node_runs_with_other_data_roots(places: Places) -> None:
-    """A second start keeps the data roots of the first; other ones would never reach the node that runs."""
-    places.data_roots_file.write_text(json.dumps(["/srv/a"]))
+def test_refuses_when_the_node_runs_with_other_data_roots(places: Places, tmp_path: Path) -> None:
+    """A second start keeps what the first was given; other data roots or environments would never reach the node."""
+    for name in ("a", "b"):
+        (tmp_path / name / "bin").mkdir(parents=True)
+        (tmp_path / name / "bin" / "python").touch()
+    roots, named = [str(Path("/usr/share/doc"))], [f"guest={tmp_path / 'a'}"]
+    node_options.NodeOptions(roots, named).note(places)
     places.runtime.mkdir()
-    assert up.data_roots_of(places, []) == ["/srv/a"]
-    assert up.data_roots_of(places, [Path("/srv/b")]) == ["/srv/b"]
+    assert node_options.options(places, [], []) == node_options.NodeOptions(roots, named)
+    assert node_options.options(places, [Path("/usr/lib")], [f"x={tmp_path / 'b'}"]).data_roots == ["/usr/lib"]
     Program("runners", os.getpid(), start_time(os.getpid()) or 0).write(places)
-    assert up.data_roots_of(places, [Path("/srv/a")]) == ["/srv/a"]
-    with pytest.raises(Conflict) as found:
-        up.data_roots_of(places, [Path("/srv/b")])
-    assert found.value.code == "conflict.site"
-    places.data_roots_file.write_text("{}")
+    assert node_options.options(places, [Path("/usr/share/doc")], named) == node_options.NodeOptions(roots, named)
+    for given in (([Path("/usr/lib")], []), ([], [f"guest={tmp_path / 'b'}"])):
+        with pytest.raises(Conflict) as found:
+            node_options.options(places, *given)
+        assert found.value.code == "conflict.site"
+    node_options.data_roots_file(places).write_text("{}")
     with pytest.raises(Malformed):
-        up.data_roots_of(places, [])
+        node_options.options(places, [], [])
 
 
-@pytest.mark.root
-@pytest.mark.skipif(NOT_ROOT, reason="hands a file of root to another user")
+@pytest.mark.parametrize("row", ["guest", "=/usr", "Guest=/usr", "guest=/usr/share/doc", "guest="])
+def test_refuses_when_an_environment_has_no_name_or_no_python(places: Places, row: str) -> None:
+    with pytest.raises(Usage) as found:
+        node_options.options(places, [], [row])
+    assert found.value.code == "usage.environment"
+    assert node_options.environment("guest=/usr") == "guest=/usr" if Path("/usr/bin/python").exists() else True
+
 def test_a_closed_signer_file_reaches_the_control_plane_as_a_copy(places: Places) -> None:
     signer = places.state / "vera.key.pub.json"
     signer.write_text("{}")
     signer.chmod(0o600)
     places.runtime.mkdir()
-    rise = up.Rise(places, Terminal(True), {}, [signer], [], True, control=Owner(61001, 61001))
+    rise = up.Rise(places, Terminal(True), {}, [signer], node_options.NodeOptions([], []), [], True, control=Owner(61001, 61001))
     with rise.readable(signer) as file:
         assert (stat.S_IMODE(file.stat().st_mode), file.read_text()) == (0o644, "{}")
     assert not file.exists()
