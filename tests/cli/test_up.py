@@ -170,7 +170,8 @@ def test_a_closed_signer_file_reaches_the_control_plane_as_a_copy(places: Places
     signer.write_text("{}")
     signer.chmod(0o600)
     places.runtime.mkdir()
-    rise = up.Rise(places, Terminal(True), {}, [signer], node_options.NodeOptions([], []), [], True, control=Owner(61001, 61001))
+    none = node_options.NodeOptions([], [])
+    rise = up.Rise(places, Terminal(True), {}, [signer], none, [], True, control=Owner(61001, 61001))
     with rise.readable(signer) as file:
         assert (stat.S_IMODE(file.stat().st_mode), file.read_text()) == (0o644, "{}")
     assert not file.exists()
