@@ -3,6 +3,8 @@
 The age counts from the moment at which the question was SENT (CLOCK_BOOTTIME), so a delayed answer makes
 nothing younger. It counts only when bundle and snapshot belong together: entitlements that name a newer bundle
 than the one in force here confirm nothing.
+
+Broker and gateway decide by the same: what they need is written to `STATE/shared`, and `SharedView` reads it.
 """
 
 import secrets
@@ -18,12 +20,15 @@ from interlock.durable import write_over
 from interlock.errors import Refusal
 from interlock.order import LaunchOrder
 from interlock.permit import boottime_ms
+from killswitch.store import boot_id
 from policy import bundle as bundles
 from policy import decide as deciding
 from policy import snapshot as snapshots
 from policy.facts import NEVER_MS, Facts
 from policy.rbac import Engine
 from runners.folders import Folders
+from runners.pinned import read_signers
+from runners.shared_view import CONFIRMED, SIGNERS, SNAPSHOT, facts_of
 from runners.upstream import Upstream
 
 Keys = Mapping[str, Ed25519PublicKey]
@@ -39,8 +44,9 @@ class Entitlements:
         self, found: Folders, upstream: Upstream, grant_keys: Callable[[], Keys], signers: Callable[[], Keys]
     ) -> None:
         self._upstream, self._grant_keys, self._signers = upstream, grant_keys, signers
+        self._shared: Path = found.shared
         self._kept: Path = found.shared / "bundle" / "active"
-        self._snapshot_file = found.shared / "snapshot.json"
+        self._pins: Path = found.node / "signers.json"
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._snapshot: snapshots.Snapshot | None = None
@@ -50,6 +56,7 @@ class Entitlements:
     def _load(self) -> None:
         """Take up the last good bundle; it decides nothing until a snapshot confirms it."""
         self._kept.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        self._pass_on_pins()
         if not self._kept.exists():
             return
         try:
@@ -57,6 +64,12 @@ class Entitlements:
         except Refusal:
             return  # its signer is not pinned any more, or it has expired: the next one must come whole
         self._engine = Engine(kept)
+
+    def _pass_on_pins(self) -> None:
+        """Copy the local pins to where broker and gateway may read them, when they differ."""
+        data, copy = canonical(read_signers(self._pins)), self._shared / SIGNERS
+        if not copy.exists() or copy.read_bytes() != data:
+            write_over(copy, data, 0o644)
 
     @property
     def version(self) -> int:
@@ -69,15 +82,19 @@ class Entitlements:
         Raises the refusal of whoever did not answer well; what was in force stays, and ages.
         """
         with self._lock:
+            self._pass_on_pins()
             nonce, sent_ms = secrets.token_hex(16), boottime_ms()
             signed = self._upstream.snapshot(nonce)
             found = snapshots.verify(signed, self._grant_keys(), nonce)
             self._snapshot = found  # first: a person who was disabled must not wait for a bundle
-            write_over(self._snapshot_file, canonical(signed.as_json()), 0o644)
+            write_over(self._shared / SNAPSHOT, canonical(signed.as_json()), 0o644)
             if found.bundle_version > self.version:
                 self._take_bundle()
             if found.bundle_version == self.version:
                 self._confirmed_ms = sent_ms
+                write_over(self._shared / CONFIRMED, canonical({
+                    "boot_id": boot_id(), "nonce": nonce, "confirmed_ms": sent_ms, "bundle_version": self.version,
+                }), 0o644)
 
     def _take_bundle(self) -> None:
         active = None if self._engine is None else self._engine.bundle
@@ -100,21 +117,5 @@ class Entitlements:
         Roles and programmes come from the snapshot, never from the order; the second factor and the approvals
         were seen by the control plane and come in the order that it signed.
         """
-        labels, told = order.labels, order.facts
-        snapshot = self._snapshot
-        roles = frozenset[str]() if snapshot is None else snapshot.roles_of(labels.owner, labels.tenant)
-        programmes = frozenset[str]() if snapshot is None else snapshot.programmes_of(labels.owner)
-        age, bound = told.get("mfa_age_ms"), told.get("mfa_bound")
-        approvals = _approvals(told.get("approvals"), labels.owner)
-        return Facts(
-            roles=roles, programmes=programmes, bundle_age_ms=self.age_ms(), own=told.get("own") is True,
-            mfa_age_ms=age if isinstance(age, int) and not isinstance(age, bool) else None,
-            mfa_bound=bound if isinstance(bound, str) else "", approvals=approvals,
-        )
-
-
-def _approvals(told: object, owner: str) -> int:
-    """Return how many other persons approved: a count, or a list of persons without the owner and doubles."""
-    if isinstance(told, list):
-        return len({p for p in told if isinstance(p, str)} - {owner})
-    return told if isinstance(told, int) and not isinstance(told, bool) and told >= 0 else 0
+        labels = order.labels
+        return facts_of(self._snapshot, self.age_ms(), labels.owner, labels.tenant, order.facts)
