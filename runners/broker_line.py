@@ -5,6 +5,7 @@ is in no file and in no argument list.
 """
 
 import array
+import base64
 import json
 import os
 import pwd
@@ -14,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +49,14 @@ def broker_ids(user: str) -> tuple[int, int]:
     return found.pw_uid, found.pw_gid
 
 
-def doorway(folder: Path, uid: int) -> socket.socket:
-    """Return the listening guest socket of one run, connectable by that uid (and root) alone."""
-    path = folder / "guest.sock"
+def doorway(
+    folder: Path, uid: int, name: str = "guest.sock", kind: socket.SocketKind = socket.SOCK_SEQPACKET
+) -> socket.socket:
+    """Return a listening socket of one run, connectable by that uid (and root) alone: its guest socket, unless `name`
+    and `kind` say another."""
+    path = folder / name
     path.unlink(missing_ok=True)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener = socket.socket(socket.AF_UNIX, kind)
     try:
         before = os.umask(0o177)
         try:
@@ -99,11 +104,31 @@ class BrokerLine:
         return self._process.poll() is None
 
     def open(self, order: LaunchOrder, permit: Permit, uid: int, listener: socket.socket) -> None:
-        """Hand over the guest socket of an attempt, with the sealed permit. Raises the broker's refusal."""
+        """Hand over the guest socket of an attempt, with the sealed permit. Raises the broker's refusal.
+
+        With it goes what the plan lets the run save and load, and what the control plane told in the launch order.
+        """
+        plan = order.plan
         self._ask({
             "op": "open", "run": order.run, "attempt": order.attempt, "uid": uid,
             "labels": order.labels.as_json(), "resource": permit.resource, "permit": permit.seal(self._key),
+            "plan": {"checkpoints": plan.checkpoints, "weights": list(plan.weights), "model": plan.model,
+                     "digest": plan.digest()},
+            "told": order.facts,
         }, listener.fileno())
+
+    def keys(
+        self, run: str, attempt: int, run_key: bytes | None, files: Mapping[str, Mapping[str, bytes]]
+    ) -> None:
+        """Hand over the keys of an open attempt. Raises NotFound (``not_found.guest``) when it is not open.
+
+        Args: `run_key` for a plan with checkpoints; `files` version → file → key for the plan's weights.
+        """
+        self._ask({
+            "op": "keys", "run": run, "attempt": attempt,
+            "run_key": None if run_key is None else base64.b64encode(run_key).decode(),
+            "files": {v: {n: base64.b64encode(k).decode() for n, k in f.items()} for v, f in files.items()},
+        })
 
     def close(self, run: str, attempt: int) -> None:
         """Tell the broker that an attempt is over; its socket closes. A broker that is gone is no error."""

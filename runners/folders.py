@@ -36,6 +36,11 @@ class Folders:
         return self.state / "broker" / "spool"
 
     @property
+    def store(self) -> Path:
+        """The broker's committed checkpoints: `RUN/STEP-ATTEMPT/`."""
+        return self.state / "broker" / "store"
+
+    @property
     def work(self) -> Path:
         """One folder for each attempt until all of it was delivered."""
         return self.node / "work"
