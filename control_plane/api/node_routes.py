@@ -10,6 +10,7 @@ from cryptography import x509
 from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field
+from sqlalchemy import Connection
 from starlette.concurrency import run_in_threadpool
 
 from control_plane import heartbeat, joining, lifecycle
@@ -18,7 +19,7 @@ from control_plane.issuer import GRANT_LIFE_US
 from control_plane.lifecycle import Report, own_attempt
 from control_plane.node_link import note_denied, peer
 from control_plane.parts import Parts, parts_of
-from control_plane.store import bundles, nodes, people, runs
+from control_plane.store import bundles, nodes, people, programmes, registry, runs, sessions
 from control_plane.store.db import now_us, reading, writing
 from interlock.canon import canonical
 from interlock.errors import Denied, Malformed, NotFound, Refusal
@@ -82,6 +83,8 @@ class FactsBody(Body):
     profiles: list[dict[str, Any]]
     tiers: list[str]
     data_roots: list[str] = Field(default_factory=list)
+    environments: list[str] = Field(default_factory=list)
+    gateway: bool = False
 
 
 def _decode(text: str) -> bytes:
@@ -236,15 +239,23 @@ def snapshot(request: Request, nonce: Annotated[str, Query(min_length=8, max_len
     """Return the signed entitlements for a nonce."""
     parts = parts_of(request)
     with reading(parts.engine) as connection:
-        standing = parts.desk.granting(connection)
-        bound = people.bindings(connection)
-        row = bundles.active(connection)
-        body = {
-            "nonce": nonce, "roles": [{"person": p, "tenant": t, "role": r} for p, t, r in bound], "programmes": [],
-            "disabled": people.disabled(connection), "bundle_version": int(row.version) if row else 0,
-            "epoch": standing.epoch,
-        }
+        body = {"nonce": nonce, "epoch": parts.desk.granting(connection).epoch, **_entitlements(connection)}
     return sign(SNAPSHOT, body, parts.signers.grant).as_json()
+
+
+def _entitlements(connection: Connection) -> dict[str, Any]:
+    """Return who may do what at this moment, as nodes hold it (docs/formats/snapshot.md)."""
+    now, row = now_us(), bundles.active(connection)
+    return {
+        "roles": [{"person": p, "tenant": t, "role": r} for p, t, r in people.bindings(connection)],
+        "programmes": [{"person": p, "programme": m} for p, m in programmes.live(connection, now)],
+        "disabled": people.disabled(connection), "bundle_version": int(row.version) if row else 0,
+        "keys": [{"id": k.id, "hash": k.hash, "person": k.person, "tenant": tenant, "scopes": list(k.scopes)}
+                 for k, tenant in sessions.live_keys(connection, now)],
+        "models": [{"name": v.model, "tenant": v.tenant, "tier": v.tier, "version": v.digest,
+                    "state": registry.state_of(v), "lineage": json.loads(v.lineage)["models"]}
+                   for v in registry.offered(connection)],
+    }
 
 
 @router.post("/spool")

@@ -18,10 +18,11 @@ from control_plane.store import people
 from control_plane.store import sessions as rows
 from control_plane.store.db import now_us
 from interlock.call import Action
-from interlock.errors import Denied, Malformed, Untrusted
+from interlock.errors import Conflict, Denied, Malformed, Untrusted
 
 PREFIX = "interlock_sk_"
 MAX_DAYS = 90
+MAX_LIVE = 50  # of one person: every node holds the hashes of all live keys in its snapshot
 _DAY_US = 86_400_000_000
 _ALPHABET = string.digits + string.ascii_uppercase + string.ascii_lowercase
 _FORM = re.compile(r"interlock_sk_([0-9A-Za-z]{10})_([0-9A-Za-z]{30})_([0-9A-Za-z]{6})")
@@ -59,13 +60,19 @@ def scopes_of(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def mint(connection: Connection, person: str, name: str, scopes: Iterable[str], days: int) -> tuple[str, rows.ApiKey]:
-    """Make a key of `person` and return (the key, shown once, and its row). Raises Malformed or Denied."""
+    """Make a key of `person` and return (the key, shown once, and its row).
+
+    Raises Malformed, Denied or Conflict (``conflict.key_quota``).
+    """
     if not 1 <= days <= MAX_DAYS:
         raise Malformed(f"a key lives 1 to {MAX_DAYS} days", code="days")
     granted = scopes_of(scopes)
     body = f"{PREFIX}{_random(10)}_{_random(30)}"
     key = f"{body}_{checksum(body)}"
     now = now_us()
+    if len(rows.live_keys(connection, now, person)) >= MAX_LIVE:
+        raise Conflict(f"you have {MAX_LIVE} live API keys", code="key_quota",
+                       next_step="revoke one: interlock keys revoke")
     row = rows.ApiKey("key_" + body.split("_")[2], hash_of(key), person, name, granted, now, now + days * _DAY_US, 0, 0)
     rows.add_key(connection, row)
     return key, row

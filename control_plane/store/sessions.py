@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, delete, insert, select, update
 
-from control_plane.store.tables import api_keys, sessions, step_ups, throttles
+from control_plane.store.tables import api_keys, people, sessions, step_ups, throttles
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,25 @@ def keys_of(connection: Connection, person: str) -> list[ApiKey]:
     """Return the API keys of a person, newest first."""
     wanted = select(api_keys).where(api_keys.c.person == person).order_by(api_keys.c.created_us.desc(), api_keys.c.id)
     return [_key(row) for row in connection.execute(wanted)]
+
+
+def live_keys(connection: Connection, now_us: int, person: str = "") -> list[tuple[ApiKey, str]]:
+    """Return (key, tenant of its person) of every key that lives, of enrolled persons who are not disabled.
+
+    Args: `person` only this one's.
+    """
+    wanted = (
+        select(api_keys, people.c.tenant).join(people, people.c.id == api_keys.c.person)
+        .where(api_keys.c.revoked_us == 0, api_keys.c.expires_us > now_us, people.c.totp_active.is_(True),
+               people.c.disabled.is_(False)).order_by(api_keys.c.id)
+    )
+    if person:
+        wanted = wanted.where(api_keys.c.person == person)
+    found = []
+    for row in connection.execute(wanted):
+        columns = {name: value for name, value in row._mapping.items() if name != "tenant"}
+        found.append((ApiKey(**{**columns, "scopes": tuple(json.loads(row.scopes))}), str(row.tenant)))
+    return found
 
 
 def touch_key(connection: Connection, key: str, now_us: int) -> None:

@@ -213,6 +213,13 @@ versions = Table(
     Column("created_us", BigInteger, nullable=False), Column("moved_us", BigInteger, nullable=False),
     UniqueConstraint("model", "number", name="uq_versions_model_number"),
 )
+# One row for each attempt whose engine reported itself warm. Whether it still is says the attempt's own state.
+engines = Table(
+    "engines", metadata, Column("run", String(64), ForeignKey("runs.id"), primary_key=True),
+    Column("attempt", Integer, primary_key=True),
+    Column("version", String(80), ForeignKey("versions.digest"), nullable=False, index=True),
+    Column("ready_us", BigInteger, nullable=False),
+)
 # Live membership of a partner programme: not ended, and `until_us` not passed.
 programme_members = Table(
     "programme_members", metadata, Column("programme", String(64), primary_key=True),

@@ -218,7 +218,7 @@ class Site:
 
     def snapshot(self, nonce: str) -> Signed:
         return sign(SNAPSHOT, {
-            "nonce": nonce, "roles": self.roles, "programmes": [], "disabled": [],
+            "nonce": nonce, "roles": self.roles, "programmes": [], "disabled": [], "keys": [], "models": [],
             "bundle_version": self.bundle[0], "epoch": self.epoch,
         }, self.grant)
 

@@ -62,7 +62,9 @@ RESUME = ResumeOrder("res_1", 8, (STOP_ORDER.id,), SHA,
 STOP_SIGNED = sign(formats.STOP, STOP_ORDER.as_json(), STOP)
 SNAPSHOT = {"nonce": "n1", "roles": [{"person": "per_1", "tenant": "demo", "role": "researcher"}],
             "programmes": [{"person": "per_1", "programme": "vetted"}], "disabled": ["per_2"], "bundle_version": 3,
-            "epoch": 7}
+            "keys": [{"id": "key_0123456789", "hash": SHA, "person": "per_1", "tenant": "demo", "scopes": ["infer"]}],
+            "models": [{"name": "aurora", "tenant": "demo", "tier": "critical", "version": SHA, "state": "serving",
+                        "lineage": ["base"]}], "epoch": 7}
 STOPS = {"nonce": "n2", "orders": [STOP_SIGNED.as_json()], "cleared": ["1e" * 16], "epoch": 7}
 RECEIPT = {"order": STOP_ORDER.id, "result": "confirmed", "why": "", "runs": [{"run": "run_1", "attempt": 1}],
            "survivors": [], "at_ms": 123_456, "latency_ms": 41, "node": "node-1", "boot_id": "b" * 32, "nonce": "n3"}
