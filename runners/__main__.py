@@ -20,6 +20,11 @@ def _words() -> argparse.ArgumentParser:
     join.add_argument("file", type=Path)
     serve = orders.add_parser("serve", help="take launch orders, until SIGTERM")
     serve.add_argument("--data-root", action="append", default=[], help="folder whose content plans may read")
+    serve.add_argument("--environment", action="append", default=[], metavar="NAME=PREFIX",
+                       help="Python environment that plans may name")
+    serve.add_argument("--gateway-port", type=int, help="port on 127.0.0.1 where models are called; without it no "
+                       "engine is served")
+    serve.add_argument("--gateway-user", default="interlock-gateway", help="user name or uid of the gateway")
     serve.add_argument("--broker-user", default="interlock-broker", help="user name or uid of the broker")
     serve.add_argument("--uids", default="60100-60999", help="range of uids that belong to runs alone")
     signer = orders.add_parser("trust-signer", help="pin a bundle signer for this node, by local root only")
@@ -40,19 +45,24 @@ def _words() -> argparse.ArgumentParser:
 
 
 def _serve(given: argparse.Namespace) -> None:
-    from runners import broker_line, dataset
+    from runners import broker_line, dataset, environments, gateway_line
     from runners.folders import folders, require_joined, require_root
-    from runners.node import Node, say
+    from runners.node import Node, Offer, say
     from runners.run_uid import uid_range
     from sandbox.uids import Pool
 
     require_root()
     found = folders(given.state, given.runtime)
     require_joined(found)
-    roots = dataset.data_roots(given.data_root)
-    broker_line.broker_ids(given.broker_user)
+    offer = Offer(
+        dataset.data_roots(given.data_root), environments.environments(given.environment, (found.state, found.runtime)),
+        given.broker_user, given.gateway_user, given.gateway_port,
+    )
+    broker_line.broker_ids(offer.broker_user)
+    if offer.gateway_port is not None:
+        gateway_line.gateway_ids(offer.gateway_user)
     first, last = uid_range(given.uids)
-    node = Node(found, roots, given.broker_user, Pool(first, last))
+    node = Node(found, offer, Pool(first, last))
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: node.end())

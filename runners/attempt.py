@@ -67,7 +67,7 @@ class Attempt:
 
     def __init__(self, station: Station, signed: Signed, order: LaunchOrder, courier: Courier) -> None:
         self._station, self._signed, self._order, self._courier = station, signed, order, courier
-        self._stopping = threading.Event()
+        self._over = threading.Event()
 
     def carry_out(self) -> None:
         """Do all of it; a refusal is recorded and reported, never raised."""
@@ -87,6 +87,7 @@ class Attempt:
         try:
             self._accompany(launched, outcome)
         finally:  # whatever failed here: the run ends, its mounts go, its uid waits for proof
+            self._over.set()
             outcome.result, outcome.why = self._ended()
             try:
                 self._collect(launched, outcome)
@@ -98,7 +99,8 @@ class Attempt:
 
     def _admit(self) -> tuple[Group, Path, admission.Admitted, str]:
         station, order = self._station, self._order
-        station.survey.prove(order.plan.tier, order.plan.guest)
+        launch.require(station, order.plan)
+        station.survey.prove(order.plan.tier, order.plan.guest, order.plan.ranks)
         code = launch.fetch_code(station, order, self._courier.folder)
         with suppress(Refusal):  # the control plane may be away; the age of what we have decides
             station.entitlements.refresh()
@@ -117,7 +119,9 @@ class Attempt:
         try:
             if launched.listener is not None:
                 station.broker().open(order, permits.launch, launched.uid, launched.listener)
-                launched.close_listener()
+            if launched.engine is not None:
+                station.gateway().open(order, permits.launch, launched.uid, launched.engine)
+            launched.close_listeners()
             station.record(EventType.RUN_STARTED, order, {
                 "profile": launched.profile.digest(), "effective": started.effective_digest, "uid": launched.uid,
                 "record": permits.launch.record,
@@ -216,7 +220,10 @@ class Attempt:
         if launched.profile.sockets:
             with suppress(Refusal):  # a broker that died took the socket along
                 self._station.broker().close(run, attempt)
-        launched.close_listener()
+        if self._order.plan.serve:
+            with suppress(Refusal):
+                self._station.gateway().close(run, attempt)
+        launched.close_listeners()
         launched.started.close()
         if launched.started.process.poll() is None:
             launched.started.process.kill()

@@ -17,6 +17,7 @@ from interlock.errors import Malformed, Untrusted
 from interlock.leash import RUN_ENV
 from interlock.order import Dataset, LaunchOrder, Plan
 from interlock.touched import action_of, dataset_of, resource_of
+from runners import environments, inference
 from runners.admission import Admitted
 from runners.broker_line import doorway
 from runners.dataset import within
@@ -24,16 +25,20 @@ from runners.run_uid import with_uid
 from runners.station import Station
 from sandbox import work
 from sandbox.cgroup import Group
-from sandbox.profile import Profile, for_plan
+from sandbox.profile import EngineSeat, Profile, for_plan, refuse_ranks, shape_for
 from sandbox.start import Started, StartSpec
 from sandbox.start import start as start_sandbox
 
+GUEST_SOCKET, ENGINE_SOCKET = "guest.sock", "engine.sock"
 _DIGEST = re.compile(r"^sha256:[0-9a-f]{64}$")
 
 
 @dataclass
 class Launched:
-    """A sandbox that waits for GO, and what must be taken away after it. `listener` is None without guest."""
+    """A sandbox that waits for GO, and what must be taken away after it.
+
+    `listener` is the guest socket, `engine` the one at which an engine dials; None where the plan has none.
+    """
 
     started: Started
     profile: Profile
@@ -41,12 +46,26 @@ class Launched:
     uid: int
     group: Group
     listener: socket.socket | None
+    engine: socket.socket | None = None
 
-    def close_listener(self) -> None:
-        """Close our copy of the guest socket: the broker alone accepts."""
-        if self.listener is not None:
-            self.listener.close()
-            self.listener = None
+    def close_listeners(self) -> None:
+        """Close our copies: the broker alone accepts guests, the gateway alone accepts engines."""
+        for door in (self.listener, self.engine):
+            if door is not None:
+                door.close()
+        self.listener = self.engine = None
+
+
+def require(station: Station, plan: Plan) -> None:
+    """Refuse a plan that this node cannot carry out, before anything is done for it.
+
+    Raises NotFound (``not_found.environment``), Denied (``denied.profile``: several ranks where there is no TCP) or
+    Unavailable (``unavailable.gateway``: an engine that nobody could call).
+    """
+    environments.chosen(plan.environment, station.environments)
+    refuse_ranks(plan, shape_for(plan.tier))
+    if plan.serve:
+        station.gateway()
 
 
 def fetch_code(station: Station, order: LaunchOrder, folder: Path) -> str:
@@ -111,18 +130,21 @@ def _start(
     permit: Admitted, order: LaunchOrder, station: Station, plan: Plan, uid: int, group: Group, page: Path, code: str
 ) -> Launched:
     folder = station.folders.run(order.run, order.attempt)
-    broker = str(folder / "guest.sock") if plan.guest else ""
+    broker = str(folder / GUEST_SOCKET) if plan.guest else ""
+    engine = EngineSeat(str(Path(str(inference.__file__)).resolve().parent), str(folder / ENGINE_SOCKET))
     names = ((RUN_ENV, order.run), ("INTERLOCK_ATTEMPT", str(order.attempt)))
-    profile = for_plan(plan, uid, station.host, code=code, broker=broker, env=names)
+    profile = for_plan(
+        plan, uid, station.host, code=code, broker=broker, env=names, engine=engine if plan.serve else None,
+        environment=environments.chosen(plan.environment, station.environments),
+    )
     station.survey.require(profile)
     with ExitStack() as undo:
         disk = work.mount(station.folders.runtime, folder.name, profile)
         undo.callback(disk.remove)
-        listener = doorway(folder, uid) if plan.guest else None
-        if listener is not None:
-            undo.callback(listener.close)
+        listener = undo.enter_context(doorway(folder, uid)) if plan.guest else None
+        dialled = undo.enter_context(doorway(folder, uid, ENGINE_SOCKET, socket.SOCK_STREAM)) if plan.serve else None
         spec = StartSpec(profile, plan.argv, group, page, disk)
         check(permit, order, station.page.epoch())
-        launched = Launched(start_sandbox(spec), profile, disk, uid, group, listener)
+        launched = Launched(start_sandbox(spec), profile, disk, uid, group, listener, dialled)
         undo.pop_all()
         return launched

@@ -11,8 +11,9 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from audit.spool import Spool
@@ -24,6 +25,7 @@ from killswitch.client import Supervisor
 from killswitch.page import StopPage
 from killswitch.store import boot_id
 from runners import courier, launch_order
+from runners.announcer import Announcer
 from runners.attempt import Attempt
 from runners.broker_line import BrokerLine
 from runners.code_files import CodeFiles
@@ -31,7 +33,9 @@ from runners.courier import FINAL, Courier
 from runners.deadline import Watcher
 from runners.entitlements import Entitlements
 from runners.folders import Folders
+from runners.gateway_line import GatewayLine
 from runners.keeper import Chore, Keeper
+from runners.kept_program import KeptProgram
 from runners.pinned import Pinned
 from runners.relay import Relay
 from runners.shipping import Shipper
@@ -39,19 +43,31 @@ from runners.station import Station
 from runners.survey import Survey
 from runners.upstream import Upstream
 from sandbox import layers, uids, work
+from sandbox.profile import Environment
 
 SUPERVISOR_S = 5.0
 POLL_S = 10
 END_S = 15.0
 
 
+@dataclass(frozen=True)
+class Offer:
+    """What this node is started with: data `roots`, `environments` by name, the users of broker and gateway, and the
+    port of the gateway on 127.0.0.1 (None: no gateway, and no engines)."""
+
+    roots: Sequence[Path] = ()
+    environments: Mapping[str, Environment] = field(default_factory=dict)
+    broker_user: str = "interlock-broker"
+    gateway_user: str = "interlock-gateway"
+    gateway_port: int | None = None
+
+
 class Node:
     """One node program. `start`, then `serve` until `end` from a signal handler, then `close`."""
 
-    def __init__(self, found: Folders, roots: Sequence[Path], broker_user: str, pool: uids.Pool) -> None:
-        self.folders = found
+    def __init__(self, found: Folders, offer: Offer, pool: uids.Pool) -> None:
+        self.folders, self._offer = found, offer
         self._lock = _hold(found)
-        self._user = broker_user
         self._ending = threading.Event()
         self._taken: set[str] = set()
         self._threads: list[threading.Thread] = []
@@ -63,38 +79,43 @@ class Node:
         self.used = launch_order.UsedOrders(found.node / "used-orders", boot_id())
         self.code = CodeFiles(found.node / "code")
         self.pinned = Pinned(found)
-        self.survey = Survey(layers.this_host(), found, roots, pool, self.spool.record, self.upstream.node)
+        self.survey = Survey(layers.this_host(), found, offer.roots, pool, self.spool.record, self.upstream.node,
+                             environments=sorted(offer.environments), gateway=offer.gateway_port is not None)
         self.watcher = Watcher()
         self.shipper = Shipper((found.node / "spool", found.broker_spool), self.upstream, boot_id())
         self.relay = Relay(self.supervisor, self.upstream)
         self.entitlements = Entitlements(found, self.upstream, self.pinned.grant_keys, self.pinned.signers)
-        self._broker: BrokerLine | None = None
+        self.broker = KeptProgram("broker", self._start_broker, self._died)
+        self.gateway = KeptProgram("gateway", self._start_gateway, self._died)
         self.station = Station(
             found, self.upstream.node, self.upstream, self.supervisor, StopPage(found.page, found.stop_state),
-            self.spool, self.entitlements, pool, self.survey.host, tuple(roots), self.watcher, self.broker,
-            self.survey,
+            self.spool, self.entitlements, pool, self.survey.host, tuple(offer.roots), self.watcher, self.broker.line,
+            self.survey, offer.environments, self.gateway.line,
         )
         self.keeper = Keeper([
             Chore("entitlements", 2_000, self.entitlements.refresh),
             Chore("certificate", 60_000, self.upstream.renew),
             Chore("facts", 15_000, lambda: self.upstream.facts(self.survey.as_json())),
-            Chore("broker", 1_000, self._keep_broker),
+            Chore("broker", 1_000, self.broker.keep),
+            *self._gateway_chores(),
         ])
 
-    def broker(self) -> BrokerLine:
-        """Return the live broker; raises Unavailable while it is away."""
-        if self._broker is None or not self._broker.alive:
-            raise Unavailable("the broker is not running", code="broker", next_step="try again in a second")
-        return self._broker
+    def _gateway_chores(self) -> list[Chore]:
+        if self._offer.gateway_port is None:
+            return []
+        announcer = Announcer(self.gateway.line, self.upstream)
+        return [Chore("gateway", 1_000, self.gateway.keep), Chore("engines", 500, announcer.turn)]
 
-    def _keep_broker(self) -> None:
-        """Start the broker again when it died. Guests of that time get errors: their sockets died with it."""
-        if self._broker is not None and self._broker.alive:
-            return
-        if self._broker is not None:
-            self._incident("broker", {"status": "died"})
-            self._broker.end()
-        self._broker = BrokerLine(self.folders, self.upstream.node, self._user)
+    def _start_broker(self) -> BrokerLine:
+        return BrokerLine(self.folders, self.upstream.node, self._offer.broker_user)
+
+    def _start_gateway(self) -> GatewayLine:
+        if self._offer.gateway_port is None:
+            raise Unavailable("this node has no gateway", code="gateway", next_step="start it with --gateway-port")
+        return GatewayLine(self.folders, self.upstream.node, self._offer.gateway_user, self._offer.gateway_port)
+
+    def _died(self, program: str) -> None:
+        self._incident(program, {"status": "died"})
 
     def _incident(self, code: str, facts: dict[str, str]) -> None:
         event = Event(EventType.INCIDENT, f"node/{self.upstream.node}", facts={"code": code, **facts})
@@ -107,12 +128,25 @@ class Node:
         """Clean up after an earlier program, probe, start the broker and the threads; return the ready line."""
         self._clean()
         self.survey.look()
-        self._keep_broker()
+        self.broker.keep()
+        ready: dict[str, object] = {"ready": "runners", "node": self.upstream.node, "pid": os.getpid(),
+                                    "broker_pid": self.broker.line().pid}
+        ready.update(self._gateway_ready())
         for thread in (self.watcher, self.shipper, self.relay, self.keeper):
             thread.start()
         self._take_up()
-        pid = 0 if self._broker is None else self._broker.pid
-        return {"ready": "runners", "node": self.upstream.node, "pid": os.getpid(), "broker_pid": pid}
+        return ready
+
+    def _gateway_ready(self) -> dict[str, object]:
+        """Start the gateway, once. One that cannot serve (its port is taken) costs the engines, not the training."""
+        if self._offer.gateway_port is None:
+            return {}
+        try:
+            self.gateway.keep()
+            line = self.gateway.line()
+        except Refusal as refusal:  # its chore tries on
+            return {"gateway_pid": 0, "gateway_error": refusal.as_json()}
+        return {"gateway_pid": line.pid, "gateway_port": line.port}
 
     def _clean(self) -> None:
         """End what an earlier node program left running, then remove its mounts; what lives keeps its own."""
@@ -240,8 +274,8 @@ class Node:
         for part in (self.keeper, self.relay, self.watcher):
             if part.is_alive():
                 part.end()
-        if self._broker is not None:
-            self._broker.end()
+        for program in (self.gateway, self.broker):
+            program.end()
         self.spool.close()
         if self.shipper.is_alive():
             self.shipper.end()

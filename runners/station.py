@@ -1,6 +1,6 @@
 """The parts of a node that every attempt needs, joined once by runners/node.py."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,17 @@ from runners.broker_line import BrokerLine
 from runners.deadline import Watcher
 from runners.entitlements import Entitlements
 from runners.folders import Folders
+from runners.gateway_line import GatewayLine
 from runners.survey import Survey
 from runners.upstream import Upstream
-from sandbox.profile import Host
+from sandbox.profile import Environment, Host
 from sandbox.uids import Pool
 
 
 @dataclass(frozen=True)
 class Station:
-    """`roots` are the data roots; `survey` proves sandbox profiles and refuses those that are not; `broker` returns
-    the live broker."""
+    """`roots` are the data roots; `survey` proves sandbox profiles and refuses those that are not; `broker` and
+    `gateway` return the live program or raise Unavailable; `environments` are those that this node offers."""
 
     folders: Folders
     node: str
@@ -38,6 +39,8 @@ class Station:
     watcher: Watcher
     broker: Callable[[], BrokerLine]
     survey: Survey
+    environments: Mapping[str, Environment]
+    gateway: Callable[[], GatewayLine]
 
     def record(self, kind: EventType, order: LaunchOrder, facts: dict[str, Any]) -> Written:
         """Make one event of an attempt durable. Raises NotRecorded."""

@@ -53,13 +53,16 @@ class Probed:
 class Survey:
     """The facts of this host. `look` fills them before any launch; `_lock` keeps two from probing at once.
 
-    Args: `record` makes an event durable; `node` is this node's id.
+    Args: `record` makes an event durable; `node` is this node's id; `environments` names of what it offers, and
+    `gateway` whether engines can be served here, both told to the control plane.
     """
 
     def __init__(
-        self, host: Host, folders: Folders, roots: Sequence[Path], pool: Pool, record: Callable[[Event], Any], node: str
+        self, host: Host, folders: Folders, roots: Sequence[Path], pool: Pool, record: Callable[[Event], Any],
+        node: str, *, environments: Sequence[str] = (), gateway: bool = False,
     ) -> None:
         self.host, self.folders, self.roots, self.pool = host, folders, tuple(roots), pool
+        self._environments, self._gateway = tuple(environments), gateway
         self._record, self._node = record, node
         self._lock = threading.Lock()
         self.found: list[layers.Layer] = []
@@ -71,39 +74,42 @@ class Survey:
         for tier in AT_START:
             self.prove(tier, False)
 
-    def prove(self, tier: Tier, guest: bool) -> None:
-        """Run the probes of this kind unless they ran; takes seconds. Raises NotRecorded."""
-        name = shape_for(tier).name + ("+guest" if guest else "")
+    def prove(self, tier: Tier, guest: bool, ranks: int = 1) -> None:
+        """Run the probes of this kind unless they ran; takes seconds. Raises NotRecorded.
+
+        A kind is a shape and its open exceptions: the guest's socket, and what several ranks need of the kernel.
+        """
+        name = shape_for(tier).name + ("+guest" if guest else "") + ("+ranks" if ranks > 1 else "")
         with self._lock:
             if name in self.probed:
                 return
-            found = self._probe(name, tier, guest)
+            found = self._probe(name, Plan(("true",), tier, "probe", guest=guest, ranks=ranks))
             facts = {**found.as_json(), "failed": list(found.failed)}
             self._record(Event(EventType.NODE_PROBED, f"node/{self._node}", facts=facts))
             if found.failed:
                 self._record(Event(EventType.INCIDENT, f"node/{self._node}", facts={"code": "probe", **facts}))
             self.probed[name] = found
 
-    def _probe(self, name: str, tier: Tier, guest: bool) -> Probed:
-        shape = shape_for(tier)
+    def _probe(self, name: str, plan: Plan) -> Probed:
+        shape = shape_for(plan.tier)
         missing = layers.shape_missing(shape, self.found)
         if missing:
             return Probed(name, shape.digest(), None, f"layer:{missing[0].name}")
         try:
-            return self._run_probes(name, tier, guest)
+            return self._run_probes(name, plan)
         except Refusal as refusal:
             return Probed(name, shape.digest(), None, refusal.code)
 
-    def _run_probes(self, name: str, tier: Tier, guest: bool) -> Probed:
+    def _run_probes(self, name: str, plan: Plan) -> Probed:
         """Run them in the profile of a small plan, in groups and mounts that are gone afterwards."""
         place = self.folders.runtime / "probe"
         place.mkdir(mode=0o755, exist_ok=True)
         tree = own_tree("interlock-probes-" + hashlib.sha256(os.fsencode(place)).hexdigest()[:8])
 
         def run(uid: int) -> Probed:
-            with doorway(place, uid) if guest else nullcontext():
-                socket = str(place / "guest.sock") if guest else ""
-                profile = for_plan(Plan(("true",), tier, "probe", guest=guest), uid, self.host, broker=socket)
+            with doorway(place, uid) if plan.guest else nullcontext():
+                socket = str(place / "guest.sock") if plan.guest else ""
+                profile = for_plan(plan, uid, self.host, broker=socket)
                 report = _prove(profile, tree, place, self.folders.node / "probes.json")
             self.pool.release(uid)
             return Probed(name, profile.probed_as(), report)
@@ -135,6 +141,7 @@ class Survey:
         return {
             "layers": [x.as_json() for x in self.found], "profiles": [p.as_json() for p in every],
             "tiers": able if every else [], "data_roots": [str(r) for r in self.roots],
+            "environments": list(self._environments), "gateway": self._gateway,
         }
 
 

@@ -45,6 +45,11 @@ def _mount(index: int, mount: Mount) -> list[str]:
             return ["--ro-bind", source(index), mount.target]
 
 
+def _under_disk(mount: Mount) -> bool:
+    """Whether the run's own disk would cover it: a host may keep an environment below its /work or /tmp."""
+    return mount.target.startswith((f"{WORK}/", f"{TMP}/"))
+
+
 def argv(profile: Profile, descriptors: Descriptors, bwrap: str = "/usr/bin/bwrap") -> list[str]:
     """Return the whole command line, run init included.
 
@@ -54,12 +59,15 @@ def argv(profile: Profile, descriptors: Descriptors, bwrap: str = "/usr/bin/bwra
     out += ["--new-session", "--as-pid-1", "--hostname", "run", "--clearenv"]
     for name, value in profile.env:
         out += ["--setenv", name, value]
-    for index, mount in enumerate((*profile.mounts, *profile.sockets)):
-        out += _mount(index, mount)
+    rows = list(enumerate((*profile.mounts, *profile.sockets)))
+    for index, mount in rows:
+        out += [] if _under_disk(mount) else _mount(index, mount)
     # A uid that equals the owner of a sysctl may write it without any capability: hence the second line.
     out += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev"]
     out += ["--bind", disk("shm"), SHM, "--remount-ro", "/dev"]
     out += ["--bind", disk("work"), WORK, "--bind", disk("tmp"), TMP]
+    for index, mount in rows:
+        out += _mount(index, mount) if _under_disk(mount) else []
     for name in profile.shape.protected:
         out += ["--tmpfs", f"{WORK}/{name}", "--remount-ro", f"{WORK}/{name}"]
     out += ["--remount-ro", "/", "--chdir", profile.cwd]

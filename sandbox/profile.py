@@ -19,6 +19,8 @@ from sandbox.cgroup import Limits
 
 WORK, TMP, SHM = "/work", "/tmp", "/dev/shm"  # noqa: S108 - paths inside the sandbox
 GUEST_ROOT = "/opt/interlock-guest"
+ENGINE_ROOT = "/opt/interlock-engine"
+ENGINE_SOCKET = "/run/interlock/engine.sock"
 INIT_ROOT = "/opt/interlock-init"
 PROTECTED = (
     ".git", ".github", ".gitlab-ci.yml", ".gitmodules", ".gitattributes", ".circleci", ".vscode", ".idea",
@@ -124,6 +126,25 @@ class Host:
 
 
 @dataclass(frozen=True)
+class Environment:
+    """A folder with an interpreter and its libraries, shown read-only at its own path and first on PATH.
+    `base` is the installation that the interpreter comes from (`home` in its pyvenv.cfg)."""
+
+    name: str
+    prefix: str
+    base: str
+
+
+@dataclass(frozen=True)
+class EngineSeat:
+    """What an engine needs beside a run: `code` the host folder of its programs, `socket` the host path of the
+    socket at which it dials the gateway."""
+
+    code: str
+    socket: str
+
+
+@dataclass(frozen=True)
 class Profile:
     """The complete isolation of one run. `uid` ≥ 60000 belongs to this run alone; `sockets` non-empty opens
     AF_UNIX; `ranks` > 1 opens NETLINK_ROUTE; `python` is the interpreter of run init."""
@@ -185,11 +206,13 @@ def shape_for(tier: Tier, name: str = "") -> Shape:
     return wanted
 
 
-def _environment(host: Host, extra: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    path = ":".join(dict.fromkeys((f"{host.prefix}/bin", "/usr/local/bin", "/usr/bin", "/bin")))
+def _variables(
+    prefixes: Sequence[str], packages: Sequence[str], extra: Sequence[tuple[str, str]]
+) -> tuple[tuple[str, str], ...]:
+    path = ":".join(dict.fromkeys((*(f"{p}/bin" for p in prefixes), "/usr/local/bin", "/usr/bin", "/bin")))
     own = {
-        "PATH": path, "HOME": WORK, "TMPDIR": TMP, "LANG": "C.UTF-8", "USER": "run", "PYTHONPATH": GUEST_ROOT,
-        "PYTHONDONTWRITEBYTECODE": "1",
+        "PATH": path, "HOME": WORK, "TMPDIR": TMP, "LANG": "C.UTF-8", "USER": "run",
+        "PYTHONPATH": ":".join(packages), "PYTHONDONTWRITEBYTECODE": "1",
     }
     return tuple(sorted({**dict(extra), **own}.items()))
 
@@ -216,17 +239,62 @@ def _inside(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
+def _refuse_contradiction(
+    plan: Plan, shape: Shape, broker: str, environment: Environment | None, engine: EngineSeat | None
+) -> None:
+    if plan.guest != bool(broker):
+        raise Malformed("a broker socket goes with a plan that asks for the guest, and only with it", code="guest")
+    if plan.environment != ("" if environment is None else environment.name):
+        raise Malformed("the environment is not the one that the plan names", code="environment")
+    if plan.serve != (engine is not None):
+        raise Malformed("an engine's socket goes with a plan that serves, and only with it", code="engine")
+    refuse_ranks(plan, shape)
+
+
+def refuse_ranks(plan: Plan, shape: Shape) -> None:
+    """Refuse several ranks where a run cannot talk to itself by TCP; raises Denied (``denied.profile``)."""
+    if plan.ranks > 1 and not shape.tcp:
+        raise Denied(
+            f"sandbox profile {shape.name} has no TCP, so its {plan.ranks} ranks could not meet", code="profile",
+            next_step="train with one rank at this tier, or at tier none", details={"limit": 1, "asked": plan.ranks},
+        )
+
+
+def _shown(path: str, mounts: Sequence[Mount]) -> bool:
+    return any(m.kind == "ro" and m.source == m.target and _inside(path, m.target) for m in mounts)
+
+
+def _mounts(
+    plan: Plan, uid: int, host: Host, code: str, environment: Environment | None, engine: EngineSeat | None
+) -> tuple[Mount, ...]:
+    mounts = [*host.system, *_identity(uid)]
+    if plan.ranks > 1:  # ranks find one another by the names of this host, which nothing else would resolve
+        mounts.append(Mount("text", "127.0.0.1 localhost run\n::1 localhost run\n", "/etc/hosts"))
+    for prefix in (host.prefix, *(() if environment is None else (environment.base, environment.prefix))):
+        if not _shown(prefix, mounts):
+            mounts.append(Mount("ro", prefix, prefix))
+    mounts += [Mount("ro", f"{host.init}/{name}", f"{INIT_ROOT}/{name}") for name in ("init.py", "landlock.py")]
+    mounts.append(Mount("ro", host.guest, f"{GUEST_ROOT}/interlock"))
+    if engine is not None:
+        mounts.append(Mount("ro", engine.code, f"{ENGINE_ROOT}/runners/inference"))
+    if code:
+        mounts.append(Mount("ro", code, "/code"))
+    return (*mounts, *(Mount("ro", d.path, f"/data/{d.name}") for d in plan.datasets))
+
+
 def for_plan(
     plan: Plan, uid: int, host: Host, *, code: str = "", broker: str = "", shape: str = "",
+    environment: Environment | None = None, engine: EngineSeat | None = None,
     env: Sequence[tuple[str, str]] = (), hidden: Sequence[str] = (),
 ) -> Profile:
     """Return the profile of a run of `plan` under `uid`.
 
     Args: `code` host folder with the plan's code files, bound at /code; `broker` host path of the run's
     broker socket, needed exactly when the plan asks for the guest; `shape` a stronger profile than the
-    tier's; `env` further variables, which cannot replace ours; `hidden` host folders that no dataset may
-    meet (state and runtime of the node). Raises Denied (``denied.profile``) above the tier's ceiling,
-    Denied (``denied.path``), Malformed.
+    tier's; `environment` the one that the plan names; `engine` exactly for a plan that serves; `env` further
+    variables, which cannot replace ours; `hidden` host folders that no dataset may meet (state and runtime of the
+    node). Raises Denied (``denied.profile``) above the tier's ceiling and for several ranks without TCP, Denied
+    (``denied.path``), Malformed.
     """
     chosen = shape_for(plan.tier, shape)
     bounds = Bounds(
@@ -236,17 +304,15 @@ def for_plan(
     _refuse_above(bounds, chosen)
     if uid < FIRST_UID:
         raise Denied(f"uid {uid} is not one of a run's", code="uid", next_step="take one from sandbox.uids")
-    if plan.guest != bool(broker):
-        raise Malformed("a broker socket goes with a plan that asks for the guest, and only with it", code="guest")
+    _refuse_contradiction(plan, chosen, broker, environment, engine)
     for dataset in plan.datasets:
         refuse_path(dataset.path, hidden)
-    mounts = [*host.system, *_identity(uid)]
-    if not any(host.prefix == m.target or host.prefix.startswith(m.target + "/") for m in host.system):
-        mounts.append(Mount("ro", host.prefix, host.prefix))
-    mounts += [Mount("ro", f"{host.init}/{name}", f"{INIT_ROOT}/{name}") for name in ("init.py", "landlock.py")]
-    mounts.append(Mount("ro", host.guest, f"{GUEST_ROOT}/interlock"))
-    if code:
-        mounts.append(Mount("ro", code, "/code"))
-    mounts += [Mount("ro", d.path, f"/data/{d.name}") for d in plan.datasets]
-    sockets = (Mount("socket", broker, wire.SOCKET),) if broker else ()
-    return Profile(chosen, uid, bounds, tuple(mounts), _environment(host, env), host.python, sockets)
+    prefixes = (host.prefix,) if environment is None else (environment.prefix, host.prefix)
+    packages = (GUEST_ROOT,) if engine is None else (GUEST_ROOT, ENGINE_ROOT)
+    sockets = [Mount("socket", broker, wire.SOCKET)] if broker else []
+    if engine is not None:
+        sockets.append(Mount("socket", engine.socket, ENGINE_SOCKET))
+    return Profile(
+        chosen, uid, bounds, _mounts(plan, uid, host, code, environment, engine), _variables(prefixes, packages, env),
+        host.python, tuple(sockets), plan.ranks,
+    )

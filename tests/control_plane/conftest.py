@@ -36,7 +36,7 @@ from policy import bundle
 
 ROOT = Path(__file__).parents[2]
 FACTS = {"layers": [], "profiles": [{"name": "standard", "digest": "sha256:0", "probes": {"total": 15, "failed": 0}}],
-         "tiers": ["none", "high", "critical"], "data_roots": []}
+         "tiers": ["none", "high", "critical"], "data_roots": [], "environments": ["guest"], "gateway": True}
 
 
 @dataclass

@@ -43,6 +43,7 @@ class Ground:
         self.station = SimpleNamespace(
             folders=Folders(short / "s", self.runtime), pool=self.pool, host=layers.this_host(), roots=(),
             survey=SimpleNamespace(require=self._require), page=SimpleNamespace(epoch=lambda: self.epoch),
+            environments={},
         )
 
     def _require(self, profile) -> None:
