@@ -14,7 +14,9 @@ from policy import capability
 from policy.facts import ANONYMOUS, EVERYONE
 from policy.rules import ANY, MAX_DEPTH, MODEL_FILE, POLICY_FILE, SAME, Rule, Rules, parse_model, parse_policy
 
-OFFICES = frozenset({"administrator", "researcher", "safety_officer", "on_call", "auditor", EVERYONE, ANONYMOUS})
+OFFICES = frozenset({
+    "administrator", "researcher", "safety_officer", "on_call", "auditor", "partner", EVERYONE, ANONYMOUS,
+})
 TWO_PERSONS = frozenset(
     {Action.LAUNCH, Action.SERVE, Action.EXPORT_WEIGHTS, Action.CHANGE_TIER, Action.DESTROY_KEY}
 )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 TENANT = "lab"  # the tenant of the first administrator
 APPROVER = "safety_officer"
 ADMINISTRATOR = "administrator"
-ROLES = frozenset({ADMINISTRATOR, "researcher", APPROVER, "on_call", "auditor"})
+ROLES = frozenset({ADMINISTRATOR, "researcher", APPROVER, "on_call", "auditor", "partner"})
 APPROVERS_NEEDED = 2
 
 

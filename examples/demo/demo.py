@@ -2,7 +2,8 @@
 
 It is a client: the `interlock` command, HTTP, and files that a user has. It imports nothing of the rooms and
 opens no database (tests/demo/test_demo_imports.py reads its imports). Every number that it prints was read
-back from the product. The parts: `stage.py` starts and ends commands, `walk.py` holds the steps.
+back from the product. The parts: `stage.py` starts and ends commands, `walk.py` holds the steps of runs and stops,
+`models.py` those of training, serving and calling.
 """
 
 import os
@@ -11,8 +12,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from models import MODEL_STEPS, Studio  # noqa: E402
 from stage import Stage, StepFailed, Walking  # noqa: E402 - the folder of this file comes first
-from walk import STEPS, Cast  # noqa: E402
+from walk import FIRST_STEPS, LAST_STEPS, Cast  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,7 +31,12 @@ def main() -> int:
     code = 1
     try:
         cast = Cast(stage)
-        for title, step in STEPS:
+        studio = Studio(cast)
+        for title, step in FIRST_STEPS:
+            stage.step(title, lambda step=step: step(cast))
+        for title, step in MODEL_STEPS:
+            stage.step(title, lambda step=step: step(studio))
+        for title, step in LAST_STEPS:
             stage.step(title, lambda step=step: step(cast))
         code = 0
     except StepFailed as failure:
@@ -37,7 +44,7 @@ def main() -> int:
     except KeyboardInterrupt:
         stage.say("interrupted")
     finally:
-        stage.table([title for title, _ in STEPS])
+        stage.table([title for title, _ in (*FIRST_STEPS, *MODEL_STEPS, *LAST_STEPS)])
         if leaves:
             stage.take_down()
         else:

@@ -73,6 +73,7 @@ class Stage:
     folder: Path
     lines: list[Line] = field(default_factory=list)
     people_url: str = ""
+    gateway_url: str = ""
     lock: int = -1
     began: float = field(default_factory=time.monotonic)
 
@@ -171,6 +172,15 @@ class Stage:
             raise StepFailed(f"{module} {words[0]} ended with {done.returncode}: {done.stderr[-300:]}")
         return last_object(done.stdout, done.stderr)
 
+    def program_refused(self, module: str, *words: str) -> dict[str, Any]:
+        """Run a local program that has to refuse; return its object."""
+        done = subprocess.run([sys.executable, "-I", "-m", module, *words, *self.where], capture_output=True,
+                              text=True, timeout=30, check=False, cwd="/", env=self.environment())
+        value = last_object(done.stdout, done.stdout) if done.stdout.strip() else last_object(done.stderr, done.stderr)
+        if done.returncode == 0 or "error" not in value:
+            raise StepFailed(f"{module} {words[0]} was not refused: {brief(value)}")
+        return value
+
     def api(self, who: str, path: str, **params: object) -> dict[str, Any]:
         """GET a route of the people API with the session that `who` keeps in his profile."""
         kept = json.loads((self.folder / "home" / "profiles" / who / "credentials.json").read_text())
@@ -212,7 +222,8 @@ class Stage:
         if not self.people_url:
             return
         self.say(f"still running: {self.people_url}", "bold")
-        self.say(f"  people: ada, remy, olga, otto, casey; passwords {self.folder}/people, phones {self.folder}/phones")
+        self.say("  people: ada, remy, olga, otto, opal, oren, casey, pia")
+        self.say(f"  passwords {self.folder}/people, phones {self.folder}/phones")
         self.say(f"  end it: {self.command} down {' '.join(self.where)}")
 
 
@@ -238,16 +249,16 @@ def brief(value: dict[str, Any]) -> str:
     return json.dumps(value)[:600]
 
 
-def free_ports() -> tuple[int, int]:
-    """Return 7070 and 7071 when nobody has them, else two free ports."""
-    wanted = [7070, 7071]
+def free_ports() -> list[int]:
+    """Return 7070, 7071 and 7072 when nobody has them, else three free ports."""
+    wanted = [7070, 7071, 7072]
     if all(_free(port) for port in wanted):
-        return wanted[0], wanted[1]
-    held = [socket.socket() for _ in range(2)]
+        return wanted
+    held = [socket.socket() for _ in wanted]
     try:
         for one in held:
             one.bind(("127.0.0.1", 0))
-        return held[0].getsockname()[1], held[1].getsockname()[1]
+        return [one.getsockname()[1] for one in held]
     finally:
         for one in held:
             one.close()

@@ -19,7 +19,8 @@ from stage import STEP_S, Phone, Stage, StepFailed, brief, free_ports
 HERE = Path(__file__).resolve().parent
 TTL_MS, SLACK_MS, PROMISE_MS = 10_000, 2_000, 5_000
 DEBIAN_DOCS = "/usr/share/doc"
-ROLES = {"remy": "researcher", "olga": "safety_officer", "otto": "safety_officer", "casey": "on_call"}
+ROLES = {"remy": "researcher", "olga": "safety_officer", "otto": "safety_officer", "casey": "on_call",
+         "opal": "safety_officer", "oren": "safety_officer", "pia": "partner"}
 HOSTILE = ["--tier", "critical", "--restarts", "3", "--pids", "64", "--memory-mb", "256", "--code",
            str(HERE / "hostile.py")]
 HOSTILE_COMMAND = ["--", "python3", "/code/hostile.py"]
@@ -42,13 +43,14 @@ class Cast:
 def rise(cast: Cast) -> str:
     """Two policy authors make keys; one command starts the three programs."""
     stage = cast.stage
-    people, nodes = free_ports()
+    people, nodes, gateway = free_ports()
     for author in ("vera", "hugo"):
         made = stage.must("policy", "keygen", author, "--out", str(stage.folder / f"{author}.key"))
         stage.proof(**{f"bundle signer {author}": made["key_id"]})
     signers = [w for a in ("vera", "hugo") for w in ("--signer", str(stage.folder / f"{a}.key.pub.json"))]
-    report = start(cast, ["--people-port", str(people), "--nodes-port", str(nodes), *signers])
-    stage.people_url = report["people"]
+    report = start(cast, ["--people-port", str(people), "--nodes-port", str(nodes), "--gateway-port",
+                          str(gateway), "--softhsm", *signers])
+    stage.people_url, stage.gateway_url = report["people"], report["gateway"]
     if report["missing"]:
         lacking = report["missing"][0]
         again = "; then: sudo make demo" if lacking["code"] == "unavailable.root" else ""
@@ -312,15 +314,17 @@ def middle_of_largest(archive: Path) -> int:
     return head + 30 + sizes + largest.compress_size // 2
 
 
-STEPS: list[tuple[str, Callable[[Cast], str]]] = [
+FIRST_STEPS: list[tuple[str, Callable[[Cast], str]]] = [
     ("One command starts control plane, kill supervisor and node", rise),
-    ("Five people enrol through one-time links", people),
+    ("Eight people enrol through one-time links", people),
     ("Policy comes from its authors, not from the server", publish),
     ("Refusals: code, reason, next step", refusals),
     ("An admitted run over real files", admitted),
     ("A hostile run, approved at tier critical, is stopped", hostile),
     ("The stop is sticky until two officers resume", resume),
     ("The control plane is killed; the lease ends the run", lease),
+]
+LAST_STEPS: list[tuple[str, Callable[[Cast], str]]] = [
     ("The evidence verifies offline; one flipped byte does not", evidence),
 ]
 assert STEP_S == 30

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "demo"
-ALLOWED = {"httpx", "pyotp", "rich"}
+ALLOWED = {"httpx", "openai", "pyotp", "rich"}
 BANNED = {"sqlite3", "ctypes", "importlib", "runpy"}
 INSIDE = {"count_docs", "hostile"}
 
