@@ -1,4 +1,7 @@
-"""`python -I -m runners join FILE | serve | trust-signer PUB.json`, as root (docs/decisions/0001-seams.md §2)."""
+"""`python -I -m runners join FILE | serve | trust-signer PUB.json | ask-key RUN ATTEMPT`, as root.
+
+Seams: docs/decisions/0001-seams.md §2, 0004-train-seal-serve.md §1.
+"""
 
 import argparse
 import json
@@ -29,6 +32,9 @@ def _words() -> argparse.ArgumentParser:
     serve.add_argument("--uids", default="60100-60999", help="range of uids that belong to runs alone")
     signer = orders.add_parser("trust-signer", help="pin a bundle signer for this node, by local root only")
     signer.add_argument("public", type=Path)
+    ask = orders.add_parser("ask-key", help="ask for a run's keys as this node would; shows what is granted, no key")
+    ask.add_argument("run")
+    ask.add_argument("attempt", type=int)
     broker = orders.add_parser("broker", help=argparse.SUPPRESS)
     broker.add_argument("--node", required=True)
     broker.add_argument("--control", required=True, type=int)
@@ -38,7 +44,7 @@ def _words() -> argparse.ArgumentParser:
     gateway.add_argument("--control", required=True, type=int)
     gateway.add_argument("--key", required=True, type=int)
     gateway.add_argument("--port", required=True, type=int)
-    for each in (join, serve, signer, broker, gateway):
+    for each in (join, serve, signer, ask, broker, gateway):
         each.add_argument("--state")
         each.add_argument("--runtime")
     return words
@@ -90,6 +96,20 @@ def _trust_signer(given: argparse.Namespace) -> None:
     print(json.dumps({"trusted": pin_signer(found, given.public)}))
 
 
+def _ask_key(given: argparse.Namespace) -> None:
+    from runners.folders import folders, require_joined, require_root
+    from runners.key_delivery import read_keys
+    from runners.upstream import Upstream
+
+    require_root()
+    found = folders(given.state, given.runtime)
+    require_joined(found)
+    with Upstream(found) as upstream:
+        run_key, files = read_keys(upstream.keys(given.run, given.attempt))
+    names = sorted({f"{version}/{name}" for version, keys in files.items() for name in keys})
+    print(json.dumps({"granted": True, "files": names, "run_key": run_key is not None}))
+
+
 def _broker(given: argparse.Namespace) -> None:
     from runners.broker import serve
 
@@ -106,7 +126,7 @@ def main(argv: list[str]) -> int:
     """Carry out one command; a refusal is one JSON line on stderr and status 1."""
     given = _words().parse_args(argv)
     os.umask(0o022)  # modes of our files are said where they are made; folders stay passable for the broker
-    orders = {"join": _join, "serve": _serve, "trust-signer": _trust_signer, "broker": _broker,
+    orders = {"join": _join, "serve": _serve, "trust-signer": _trust_signer, "ask-key": _ask_key, "broker": _broker,
               "gateway": _gateway}
     try:
         origin.check(*PACKAGES)

@@ -24,7 +24,7 @@ from interlock.errors import Refusal
 from interlock.event import EventType
 from interlock.order import LaunchOrder, Result
 from interlock.signed import Signed
-from runners import admission, collector, launch
+from runners import admission, collector, key_delivery, launch
 from runners.courier import FILES, OUTPUT, Courier
 from runners.deadline import Watched
 from runners.launch import Launched
@@ -167,11 +167,19 @@ class Attempt:
             return False
         if "go" in line:
             self._courier.tell({"state": "live"})
+            self._deliver_keys()
         elif "exit" in line:
             outcome.exit = int(line["exit"])
         elif "signal" in line:
             outcome.signal = int(line["signal"])
         return True
+
+    def _deliver_keys(self) -> None:
+        """Fetch the keys of this attempt and hand them to the broker, for as long as that takes and it lives."""
+        plan = self._order.plan
+        if plan.checkpoints or plan.weights:
+            asked = (self._station, self._order, self._over)
+            threading.Thread(target=key_delivery.deliver, args=asked, name="keys", daemon=True).start()
 
     def _ended(self) -> tuple[str, str]:
         """Ask the supervisor for its proof; returns result and why. No answer is no proof."""

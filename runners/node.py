@@ -38,6 +38,7 @@ from runners.keeper import Chore, Keeper
 from runners.kept_program import KeptProgram
 from runners.pinned import Pinned
 from runners.relay import Relay
+from runners.reporting import Reporter
 from runners.shipping import Shipper
 from runners.station import Station
 from runners.survey import Survey
@@ -97,6 +98,7 @@ class Node:
             Chore("certificate", 60_000, self.upstream.renew),
             Chore("facts", 15_000, lambda: self.upstream.facts(self.survey.as_json())),
             Chore("broker", 1_000, self.broker.keep),
+            Chore("checkpoints", 500, Reporter(found, self.upstream).turn),
             *self._gateway_chores(),
         ])
 
