@@ -16,8 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 REAL = "root and not demo and not mutation and not browser"
 ROWS: list[list[tuple[str, str, list[str]]]] = [
-    [("quick", "not root and not browser and not postgres and not demo and not mutation", ["-n", "2", "tests"])],
-    [("postgres", "postgres", ["tests"])],
+    [("quick", "not root and not browser and not postgres and not guest and not demo and not mutation",
+      ["-n", "2", "tests"])],
+    [("postgres", "postgres", ["tests"]), ("guest environment", "guest and not root", ["tests"])],
     [("stories", REAL, ["tests/stories"]), ("real processes", REAL, ["--ignore=tests/stories", "tests"])],
     [("console in Chromium", "browser", ["tests"])],
     [("mutations", "mutation", ["-n", "2", "tests"])],

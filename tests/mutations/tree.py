@@ -71,6 +71,8 @@ def make(target: Path) -> Path:
         )
     for script in ("lint-imports",):
         (environment / "bin" / script).symlink_to(Path(sys.prefix) / "bin" / script)
+    if (ROOT / ".venv-guest").exists():
+        (target / ".venv-guest").symlink_to(ROOT / ".venv-guest")
     return environment / "bin" / "python"
 
 
