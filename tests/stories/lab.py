@@ -28,7 +28,7 @@ COMMAND = str(Path(sys.executable).parent / "interlock")
 CREWS = (("remy", "olga", "otto"), ("rhea", "opal", "oren"), ("rolf", "odo", "oona"))
 ROLES = {"remy": "researcher", "olga": "safety_officer", "otto": "safety_officer", "casey": "on_call",
          "rhea": "researcher", "rolf": "researcher",
-         **dict.fromkeys(("opal", "oren", "odo", "oona"), "safety_officer")}
+         **dict.fromkeys(("opal", "oren", "odo", "oona"), "safety_officer"), "pia": "partner"}
 HOSTILE = ROOT / "examples" / "demo" / "hostile.py"
 
 
@@ -44,6 +44,7 @@ class Lab:
 
     folder: Path
     people_url: str = ""
+    gateway_url: str = ""
     phones: dict[str, str] = field(default_factory=dict)
     used: dict[str, int] = field(default_factory=dict)
 
@@ -128,9 +129,10 @@ class Lab:
             self.must("policy", "keygen", author, "--out", str(self.folder / f"{author}.key"))
         signers = [w for a in ("vera", "hugo") for w in ("--signer", str(self.folder / f"{a}.key.pub.json"))]
         found = self.must("up", "--detach", "--site", "demo", "--people-port", str(free_port()), "--nodes-port",
-                          str(free_port()), "--data-root", str(DOCS), *signers, *self.where, wait=120)
+                          str(free_port()), "--gateway-port", str(free_port()), "--softhsm", "--data-root", str(DOCS),
+                          *signers, *self.where, wait=120)
         assert not found["missing"], found["missing"]
-        self.people_url = found["people"]
+        self.people_url, self.gateway_url = found["people"], found["gateway"]
         self.enrol("ada", self.must("bootstrap", *self.where)["link"], first=True)
         bundle = self.folder / "bundle"
         keys = [w for a in ("vera", "hugo") for w in ("--key", str(self.folder / f"{a}.key"))]
