@@ -295,6 +295,30 @@ def test_sizes_are_checked_before_anything_is_allocated(fd: int) -> None:
         assert outcome(lambda: sealed.Reader(fd, KEY, RUN, STEP)) == "malformed.sealed"
 
 
+def test_refuses_when_the_index_is_larger_than_any_writer_makes_it(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its size alone: the index is broken as well, and nobody gets as far as that."""
+    size = write(fd, b"x")
+    sealed.Reader(fd, KEY, RUN, STEP).close()
+    spoil(fd, size - 25)
+    assert outcome(lambda: sealed.Reader(fd, KEY, RUN, STEP)) == "untrusted.sealed"
+    monkeypatch.setattr(sealed, "MAX_INDEX", 20)
+    assert outcome(lambda: sealed.Reader(fd, KEY, RUN, STEP)) == "malformed.sealed"
+
+
+def test_a_chunk_whose_tag_failed_leaves_zeros() -> None:
+    """The cipher library writes the bytes before it has looked at the tag."""
+    header = chunks.Header(C, bytes(7), bytes(32), b"w")
+    piece = chunks.Chunks(KEY, header, chunks.item_context(RUN, STEP, "w", ()), 5)
+    out, raw = memoryview(bytearray(5)), bytearray(5 + sealed.TAG)
+    piece.seal(0, memoryview(b"plain"), memoryview(raw))
+    piece.open(0, memoryview(raw), out)
+    assert out == b"plain"
+    raw[-1] ^= 1
+    with pytest.raises(Untrusted):
+        piece.open(0, memoryview(raw), out)
+    assert out == bytes(5)
+
+
 def test_refuses_when_the_counter_would_overflow() -> None:
     assert chunks.chunk_count(2**32 * C, C) == 2**32
     assert chunks.chunk_count(0, C) == 1
@@ -359,6 +383,13 @@ def test_refuses_to_go_on_when_a_write_failed_or_the_file_is_finished(
 
 def _disk_full(*_: object) -> int:
     raise OSError(28, "disk is full")
+
+
+def test_a_finished_file_was_flushed_to_the_disk(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "fsync", lambda f: flushed.append((f, os.fstat(f).st_size)))
+    size = write(fd, b"x")
+    assert flushed == [(fd, size)]
 
 
 def test_short_writes_are_carried_on(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
