@@ -3,7 +3,7 @@ only his own inconvenience."""
 
 from typing import Any
 
-__all__ = ["Stopped", "run_id", "step"]
+__all__ = ["Stopped", "asset", "latest", "load", "run_id", "save", "step"]
 
 
 def __getattr__(name: str) -> Any:
@@ -15,4 +15,8 @@ def __getattr__(name: str) -> Any:
         from interlock import leash
 
         return getattr(leash, name)
+    if name in ("save", "load", "latest", "asset"):
+        from interlock import checkpoint
+
+        return getattr(checkpoint, name)
     raise AttributeError(f"module 'interlock' has no attribute {name!r}")

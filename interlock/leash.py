@@ -19,15 +19,17 @@ RUN_ENV = "INTERLOCK_RUN"
 _state = {"n": -1, "warned": False}
 
 
-def _connected() -> bool:
+def connected() -> bool:
+    """Return whether this process is in a run that has a broker's socket."""
     return os.path.exists(wire.socket_path())
 
 
-def _warn() -> None:
+def warn(what: str = "step()") -> None:
+    """Say once that this process is in no run, so that nobody takes silence for a lease."""
     if not _state["warned"]:
         _state["warned"] = True
         warnings.warn(
-            "interlock.step() does nothing here: this process holds no lease (no guest socket at "
+            f"interlock.{what} does nothing here: this process holds no lease (no guest socket at "
             f"{wire.socket_path()}); start it by `interlock run --guest`",
             RuntimeWarning, stacklevel=3,
         )
@@ -50,8 +52,8 @@ def step(n: int | None = None, *, deadline_s: float = wire.DEADLINE_S, **metrics
         if not isinstance(value, int) or isinstance(value, bool):
             raise Malformed(f"metric {name!r} is not an integer", code="wire", next_step="scale it to an integer")
     _state["n"] = number
-    if not _connected():
-        _warn()
+    if not connected():
+        warn()
         return number
     try:
         wire.ask("step", deadline_s=deadline_s, n=number, metrics=metrics)
