@@ -57,6 +57,7 @@ def prepare(parts: Parts, plan: Plan, who: Requester, run: str) -> Labels:
     """
     with reading(parts.engine) as connection:
         require_code(connection, plan)
+        parts.keys.require(plan)
         standing = parts.desk.granting(connection)
         refuse_if_stopped(standing, labels_for(plan, who, run, ""))
         labels = labels_for(plan, who, run, choose(connection, plan))
@@ -92,4 +93,10 @@ def start(
 ) -> LaunchOrder:
     """Place one attempt with its permit. Raises what `issuer.place` raises."""
     placement = Placement(labels.run, attempt, labels, plan, facts, approval)
-    return place(parts.desk, parts.signers, permit, placement, resource_of(plan).path, within)
+    key = parts.keys.mint(permit, plan, labels, attempt, parts.desk.epoch())
+
+    def kept(connection: Connection) -> None:
+        if key is not None:
+            parts.keys.keep(connection, parts.ledger, key, labels.subject)
+
+    return place(parts.desk, parts.signers, permit, placement, resource_of(plan).path, within, kept)

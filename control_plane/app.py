@@ -27,6 +27,7 @@ from control_plane.auth.approvals import RESUME, TRUST, Standing
 from control_plane.bell import Bell
 from control_plane.console.mount import mount
 from control_plane.desk import OrderDesk
+from control_plane.keys import FOLDER, RunKeys
 from control_plane.order_log import OrderLog
 from control_plane.output import OutputStore
 from control_plane.parts import Parts
@@ -57,8 +58,10 @@ def build(settings: Settings) -> Parts:
     desk = OrderDesk(engine, OrderLog(places.orders), places.control / "accepted.log", signers, bell, book.record)
     slot = BundleSlot(engine, places.trust)
     gate = Gate(slot.decide, desk.stopped, book.record, desk.epoch)
+    keys = RunKeys(settings.kms, places.keys / FOLDER)
+    keys.prepare()
     return Parts(settings, engine, kek, signers, book, bell, desk, slot, gate, OutputStore(places.control),
-                 threading.Lock())
+                 keys, threading.Lock())
 
 
 def start(parts: Parts) -> dict[str, str]:
@@ -116,5 +119,3 @@ def nodes_app(parts: Parts) -> FastAPI:
     node_routes.install(app)
     app.add_middleware(BodyLimit, limit=NODE_BYTES)
     return app
-
-

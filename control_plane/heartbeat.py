@@ -66,6 +66,9 @@ def respond(parts: Parts, node: str, beat: Heartbeat) -> dict[str, Any]:
         nodes.beat(connection, node, beat.boot_id, now_us(), echo=level)
         trust = trust_list.after(connection, beat.trust_version)
     parts.trust_seen[node] = beat.trust_version
+    for lease in leases:
+        granted = lease.body()
+        parts.keys.leased(text(granted, "run"), number(granted, "attempt"))
     for row in refused:
         parts.desk.note(Event(EventType.LEASE_REFUSED, f"node/{node}", run=row["run"], facts={
             "attempt": row["attempt"], "code": row["code"], "node": node}))

@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from audit.treehead import note_key
+from control_plane import keys as run_keys
 from control_plane.certificates import Authority, key_pem, make_ca, node_id
 from control_plane.order_log import OrderLog
 from control_plane.settings import PRODUCTION_COOLDOWN_MS, SITES, Places, Settings, load, refuse_unsafe
@@ -118,6 +119,7 @@ def _keys(keys: Path, wanted: Settings) -> dict[str, bytes]:
     head = Ed25519PrivateKey.generate()
     write_ed25519(keys / "head.key", head)
     write_private(keys / "kek.key", secrets.token_bytes(32))
+    run_keys.RunKeys(wanted.kms, keys / run_keys.FOLDER).prepare()
     return {"ca.pem": pem, "ledger.vkey": note_key(wanted.origin, head.public_key()).vkey().encode() + b"\n"}
 
 

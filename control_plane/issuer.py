@@ -46,13 +46,13 @@ class Placement:
 
 def place(
     desk: OrderDesk, signers: Signers, permit: Permit, placement: Placement, path: str,
-    within: Callable[[Connection], None] | None = None,
+    within: Callable[[Connection], None] | None = None, kept: Callable[[Connection], None] | None = None,
 ) -> LaunchOrder:
     """Sign the launch order of one attempt and keep it; the permit is checked in the same transaction.
 
     Args: `path` the resource that the permit is for; `within` what must hold and be used up in the same
-    transaction (approvals). Raises Halted (a stop, also one that came in between),
-    Stale or Unavailable (nothing is granted now), Untrusted (the permit).
+    transaction (approvals); `kept` what is kept in it beside the run's row (its key). Raises Halted (a stop, also
+    one that came in between), Stale or Unavailable (nothing is granted now), Untrusted (the permit).
     """
     action = action_of(placement.plan, placement.attempt)
     with writing(desk.engine) as connection:
@@ -70,6 +70,8 @@ def place(
         if placement.attempt == 1:
             runs.add_run(connection, placement.run, order, placement.approval, now_us())
         runs.add_attempt(connection, order, signed, now_us())
+        if kept is not None:
+            kept(connection)
     desk.bell.ring()
     return order
 

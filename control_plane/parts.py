@@ -9,6 +9,7 @@ from sqlalchemy import Engine
 from audit.ledger import Ledger
 from control_plane.bell import Bell
 from control_plane.desk import OrderDesk
+from control_plane.keys import RunKeys
 from control_plane.output import OutputStore
 from control_plane.settings import Settings
 from control_plane.signing import Signers
@@ -33,6 +34,7 @@ class Parts:
     slot: BundleSlot
     gate: Gate
     output: OutputStore
+    keys: RunKeys
     sequencing: threading.Lock = field(default_factory=threading.Lock)
     trust_seen: dict[str, int] = field(default_factory=dict)
 

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from interlock.errors import Conflict, Malformed, Unavailable, Untrusted
+from kms import assignment
+from kms.assignment import Assignment
 
 SITES = ("demo", "default")
 PRODUCTION_COOLDOWN_MS = 600_000
 _SITE_FIELDS = {"site", "people_port", "nodes_port", "gateway_port", "node"}
-_FILE_FIELDS = {"production", "cooldown_ms", "on_unconfirmed", "database", "origin", "unconfirmed_ms", "silent_ms"}
+_FILE_FIELDS = {"production", "cooldown_ms", "on_unconfirmed", "database", "origin", "unconfirmed_ms", "silent_ms",
+                "kms"}
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ class Settings:
 
     `cooldown_ms` between a stop and its resume; `on_unconfirmed` the argv that pages people (JSON on stdin,
     no shell); `unconfirmed_ms` after which a stop without proof pages; `silent_ms` after which a node that
-    was not heard counts as unreachable; `origin` the name in the ledger's tree heads.
+    was not heard counts as unreachable; `origin` the name in the ledger's tree heads; `kms` which provider wraps
+    run keys for which tier.
     """
 
     places: Places
@@ -72,6 +76,7 @@ class Settings:
     database: str = ""
     origin: str = "interlock"
     extra_hosts: tuple[str, ...] = field(default=())
+    kms: Assignment = field(default_factory=Assignment)
 
     @property
     def database_url(self) -> str:
@@ -139,7 +144,7 @@ def _from_file(settings: Settings, value: dict[str, Any]) -> Settings:
     spans = {name: _span(value[name], name) for name in ("cooldown_ms", "unconfirmed_ms", "silent_ms") if name in value}
     words = {name: str(value[name]) for name in ("database", "origin") if name in value}
     return replace(settings, production=production, on_unconfirmed=_argv(value.get("on_unconfirmed", [])),
-                   **spans, **words)  # type: ignore[arg-type]
+                   kms=assignment.read(value.get("kms", {})), **spans, **words)  # type: ignore[arg-type]
 
 
 def refuse_unsafe(settings: Settings) -> Settings:
