@@ -12,7 +12,21 @@ from typing import Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
-from control_plane.cli import account, bundles, doctor, down, evidence, halt, launch, runs, site, trust, up, votes
+from control_plane.cli import (
+    account,
+    bundles,
+    doctor,
+    down,
+    evidence,
+    halt,
+    launch,
+    runs,
+    site,
+    train,
+    trust,
+    up,
+    votes,
+)
 from control_plane.cli.invocation import Invocation, hoist
 from control_plane.cli.terminal import Terminal
 from interlock.errors import Refusal, Unavailable, Usage
@@ -28,9 +42,10 @@ _PEOPLE: _Words = {
     "invite": account.invite,
 }
 _WORK: _Words = {
-    "run": launch.run, "restart": launch.restart, "runs": runs.runs, "logs": runs.logs, "files": runs.files,
-    "why": runs.why,
+    "run": launch.run, "train": train.train, "restart": launch.restart, "runs": runs.runs,
+    "logs": runs.logs, "files": runs.files, "why": runs.why,
 }
+_BEHIND = {"run": "the command of a run", "train": "the training script"}
 _STOP: _Words = {"stop": halt.stop, "stops": halt.stops, "resume": halt.resume}
 _VOTES: _Words = {"approvals": votes.approvals, "approve": votes.approve, "refuse": votes.refuse}
 _SITE: _Words = {"status": site.status}
@@ -72,8 +87,9 @@ def execute(argv: Sequence[str]) -> int:
     words = hoist(argv)
     terminal = Terminal("--json" in words[: words.index("--")] if "--" in words else "--json" in words)
     try:
-        if _command_of(words) == "run" and "--" not in words and "--help" not in words:
-            raise Usage("the command of a run stands behind --", code="run", next_step="interlock run -- CMD…")
+        word = _command_of(words)
+        if word in _BEHIND and "--" not in words and "--help" not in words:
+            raise Usage(f"{_BEHIND[word]} stands behind --", code=word, next_step=f"interlock {word} -- …")
         status = typer.main.get_command(app).main(args=words, prog_name="interlock", standalone_mode=False)
         return status if isinstance(status, int) else 0
     except Refusal as refusal:

@@ -159,13 +159,19 @@ class Output:
 
 
 def follow(
-    here: Invocation, api: PeopleApi, run: str, output: Output, *, after: int = 0, wait: bool = True
+    here: Invocation, api: PeopleApi, run: str, output: Output, *, after: int = 0, attempt: int = 0, wait: bool = True
 ) -> dict[str, Any]:
-    """Write the output of `run` until it ended; return the last answer. A control plane that is away is waited for."""
+    """Write the output of `run` until it ended for good; return the last answer.
+
+    An attempt that the control plane starts by itself is followed on to. A control plane that is away is waited for.
+    Args: `after` offset in the output of `attempt` (0: the newest).
+    """
     away: float | None = None
     while True:
+        which = {"attempt": attempt} if attempt else {}
         try:
-            answer = api.get(f"/api/runs/{quote(run)}/output", wait_s=_POLL_S, after=after, wait=_POLL_S if wait else 0)
+            answer = api.get(f"/api/runs/{quote(run)}/output", wait_s=_POLL_S, after=after,
+                             wait=_POLL_S if wait else 0, **which)
         except Unavailable as refusal:
             away = away or time.monotonic()
             if not wait or time.monotonic() - away > _PATIENCE_S:
@@ -177,8 +183,13 @@ def follow(
         data = base64.b64decode(answer.get("data") or "")
         output.write(data)
         after = int(answer.get("next", after + len(data)))
+        newest = int(answer.get("attempt") or 0)
+        if attempt and not data and newest > attempt:
+            here.terminal.note(f"attempt {attempt} is over; the output goes on with attempt {newest}")
+            after = 0
+        attempt = attempt if attempt and data else newest
         if (answer.get("ended") and not data) or not wait:
-            return answer
+            return {**answer, "next": after, "attempt": attempt or 1}
 
 
 def status_of(answer: dict[str, Any]) -> int:
@@ -228,7 +239,8 @@ def save_files(api: PeopleApi, run: str, folder: Path) -> list[dict[str, Any]]:
     return saved
 
 
-def _tenant(api: PeopleApi) -> str:
+def tenant_of(api: PeopleApi) -> str:
+    """Return the tenant of whoever is signed in."""
     answer = api.get("/api/whoami")
     person = answer.get("person")
     return str(answer.get("tenant") or (person.get("tenant") if isinstance(person, dict) else "") or "lab")
@@ -243,7 +255,11 @@ def attend(here: Invocation, api: PeopleApi, run: str, *, raw: bool, save: Path 
         here.terminal.note(f"the run goes on: interlock logs --follow {run}; interlock stop run:{run}")
         return 130
     files = save_files(api, run, save) if save else []
-    report = {"run": run, **facts, "state": last.get("state"), "outcome": last.get("outcome"), "files": files}
+    report = {"run": run, **facts, "state": last.get("state"), "outcome": last.get("outcome"), "files": files,
+              "attempt": last.get("attempt", facts.get("attempt", 1))}
+    refused = (last.get("outcome") or {}).get("not_restarted")
+    if refused:
+        here.terminal.note(f"it was not started again: {refused}; interlock why {run}")
     try:
         status = status_of(last)
     except Halted as refusal:
@@ -280,7 +296,7 @@ def run(
     here = Invocation.of(ctx)
     api = here.api()
     plan = full_plan({
-        "argv": command, "tier": tier, "tenant": _tenant(api), "code": upload_code(api, code or []),
+        "argv": command, "tier": tier, "tenant": tenant_of(api), "code": upload_code(api, code or []),
         "datasets": datasets(data or []), "guest": guest, "pids": pids, "memory_mb": memory_mb, "restarts": restarts,
         "model": model,
     })

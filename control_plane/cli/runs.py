@@ -36,7 +36,7 @@ def logs(
     after = -1
     while follow_on or int(last.get("next", 0)) != after:
         after = int(last.get("next", 0))
-        last = follow(here, api, run, output, after=after, wait=follow_on)
+        last = follow(here, api, run, output, after=after, attempt=int(last.get("attempt") or 0), wait=follow_on)
         if follow_on:
             break
     if here.terminal.as_json:
