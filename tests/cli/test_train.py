@@ -29,8 +29,8 @@ def planned(server: PeopleServer) -> dict[str, Any]:
 
 
 def test_several_ranks_go_through_torchrun_that_restarts_nothing(interlock, server, remy, script) -> None:
-    status, value, _ = interlock("train", "--detach", "--ranks", "2", "--data", "text=/usr/share/doc", "--", str(script),
-                                 "--steps", "9")
+    status, value, _ = interlock("train", "--detach", "--ranks", "2", "--data", "text=/usr/share/doc", "--",
+                                 str(script), "--steps", "9")
     assert (status, value["ranks"]) == (0, 2)
     plan = planned(server)
     assert plan["argv"] == ["python", "-m", "torch.distributed.run", "--standalone", "--nnodes=1", "--nproc-per-node=2",
