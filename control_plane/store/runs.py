@@ -94,6 +94,18 @@ def set_state(
     return moved
 
 
+def ended_since(connection: Connection, since_us: int) -> list[Row[Any]]:
+    """Return the runs that ended by themselves after `since_us`, the first to end first."""
+    late = (runs.c.state == "ended") & (runs.c.ended_us > since_us)
+    return list(connection.execute(select(runs).where(late).order_by(runs.c.ended_us)))
+
+
+def note_outcome(connection: Connection, run: str, number: int, before: str, outcome: str) -> bool:
+    """Replace the outcome (JSON) of a run that ended with attempt `number`; False when it moved on from `before`."""
+    same = (runs.c.id == run) & (runs.c.attempt == number) & (runs.c.state == "ended") & (runs.c.outcome == before)
+    return connection.execute(update(runs).where(same).values(outcome=outcome)).rowcount == 1
+
+
 def silent(connection: Connection, before_us: int) -> list[Row[Any]]:
     """Return open attempts whose last sign (lease or grant) is older than `before_us`."""
     return list(connection.execute(select(attempts).where(
