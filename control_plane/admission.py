@@ -1,10 +1,12 @@
-"""From a plan to a launch order: code known → node chosen → data → approvals → gate → placed.
+"""From a plan to a launch order: code and versions known → node chosen → data → approvals → gate → placed.
 
 Rules:
 1. The gate is asked last, so that neither factor nor approval is spent on what fails for another reason.
 2. Approvals count only when they are for exactly this plan and this requester, as of now; they are used up in
    the transaction that places the run.
 3. A stop that comes in between voids the permit; the question is asked once more and then refused.
+4. The versions that a plan loads are asked for again in the transaction that places an attempt, the first and each
+   later one: what was retired a moment before is in none.
 """
 
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from typing import Any
 
 from sqlalchemy import Connection
 
+from control_plane import registry
 from control_plane.auth import approvals
 from control_plane.desk import refuse_if_stopped
 from control_plane.issuer import Placement, place
@@ -45,22 +48,27 @@ def require_code(connection: Connection, plan: Plan) -> None:
                        next_step="POST /api/code first", details={"names": missing})
 
 
-def labels_for(plan: Plan, who: Requester, run: str, node: str) -> Labels:
-    """Return the labels of an attempt; they come from here only, never from a node."""
-    return Labels(plan.tenant, who.subject, who.person, run, node, plan.tier, plan.model)
+def labels_for(plan: Plan, who: Requester, run: str, node: str, lineage: tuple[str, ...] = ()) -> Labels:
+    """Return the labels of an attempt; they come from here only, never from a node.
+
+    Args: `lineage` the models whose versions the plan loads, and their ancestors (`registry.lineage_of`).
+    """
+    return Labels(plan.tenant, who.subject, who.person, run, node, plan.tier, plan.model, lineage)
 
 
 def prepare(parts: Parts, plan: Plan, who: Requester, run: str) -> Labels:
-    """Check what needs no permission (code, stop state, a node that may run it) and return the labels.
+    """Check what needs no permission (code, versions, stop state, a node that may run it) and return the labels.
 
-    Raises NotFound, Halted, Stale, Unavailable or LayerMissing.
+    Raises NotFound, Conflict, Denied (``denied.tier``, ``denied.serve``), Halted, Stale, Unavailable or LayerMissing.
     """
     with reading(parts.engine) as connection:
         require_code(connection, plan)
         parts.keys.require(plan)
+        registry.require_weights(connection, plan)
+        lineage = registry.lineage_of(connection, plan)
         standing = parts.desk.granting(connection)
-        refuse_if_stopped(standing, labels_for(plan, who, run, ""))
-        labels = labels_for(plan, who, run, choose(connection, plan))
+        refuse_if_stopped(standing, labels_for(plan, who, run, "", lineage))
+        labels = labels_for(plan, who, run, choose(connection, plan), lineage)
         refuse_if_stopped(standing, labels)
     return labels
 
@@ -91,12 +99,18 @@ def start(
     parts: Parts, permit: Permit, plan: Plan, labels: Labels, facts: dict[str, Any], *, attempt: int = 1,
     approval: str = "", within: Callable[[Connection], None] | None = None,
 ) -> LaunchOrder:
-    """Place one attempt with its permit. Raises what `issuer.place` raises."""
+    """Place one attempt with its permit. Raises what `issuer.place` and `registry.require_weights` raise."""
     placement = Placement(labels.run, attempt, labels, plan, facts, approval)
+
+    def checked(connection: Connection) -> None:
+        registry.require_weights(connection, plan)
+        if within is not None:
+            within(connection)
+
     key = parts.keys.mint(permit, plan, labels, attempt, parts.desk.epoch())
 
     def kept(connection: Connection) -> None:
         if key is not None:
             parts.keys.keep(connection, parts.ledger, key, labels.subject)
 
-    return place(parts.desk, parts.signers, permit, placement, resource_of(plan).path, within, kept)
+    return place(parts.desk, parts.signers, permit, placement, resource_of(plan).path, checked, kept)

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
+from control_plane import registry as registry_rules
 from control_plane import resume, trust_change
 from control_plane.api import (
     approvals,
@@ -17,13 +18,16 @@ from control_plane.api import (
     nodes,
     people,
     policies,
+    programmes,
+    progress,
+    registry,
     runs,
     status,
     trust,
     whoami,
     why,
 )
-from control_plane.auth.approvals import RESUME, TRUST, Standing
+from control_plane.auth.approvals import RESUME, TRUST, VERSION, Standing
 from control_plane.bell import Bell
 from control_plane.console.mount import mount
 from control_plane.desk import OrderDesk
@@ -44,7 +48,8 @@ from policy.gate import Gate
 
 HOSTS = ["localhost", "127.0.0.1"]
 PEOPLE_BYTES, NODE_BYTES = 16 << 20, 96 << 20
-ROUTERS = (whoami, people, approvals, runs, kill, nodes, ledger, policies, status, trust, why)
+ROUTERS = (whoami, people, approvals, runs, kill, nodes, ledger, policies, registry, programmes, progress, status,
+           trust, why)
 
 
 def build(settings: Settings) -> Parts:
@@ -101,10 +106,13 @@ def people_app(parts: Parts, ticker: Ticker | None = None) -> FastAPI:
 
 
 def approved(parts: Parts, now: Standing) -> dict[str, Any]:
-    """Act on a request that has all its votes: resume and trust change at once; a launch waits for its requester."""
+    """Act on a request that has all its votes: resume, trust change and version at once; a launch waits for its
+    requester."""
     if now.request.kind == TRUST:
         held = trust_change.settle(parts, now)
         return {"trust": held.version, "persons": sorted(held.keys)}
+    if now.request.kind == VERSION:
+        return registry_rules.settle(parts, now)
     if now.request.kind != RESUME:
         return {}
     made = resume.settle(parts.desk, parts.signers, now, parts.settings.cooldown_ms)
@@ -119,3 +127,5 @@ def nodes_app(parts: Parts) -> FastAPI:
     node_routes.install(app)
     app.add_middleware(BodyLimit, limit=NODE_BYTES)
     return app
+
+

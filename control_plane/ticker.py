@@ -1,7 +1,7 @@
 """What goes on by itself: catching up orders, late records, tree heads, pages, lost runs, trust of new officers.
 
-Nothing here resumes or starts anything. A job that fails is named in `faults` (the status page shows it) and
-tried again; it never ends the others.
+Nothing here resumes anything, and the only runs that start are those whose plan says so (restarts.py). A job that
+fails is named in `faults` (the status page shows it) and tried again; it never ends the others.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from control_plane import lifecycle, trust_list
+from control_plane import engines, lifecycle, restarts, trust_list
 from control_plane.pager import Pager
 from control_plane.parts import Parts
 from control_plane.store import sessions
@@ -80,13 +80,16 @@ class Ticker:
     def of(cls, parts: Parts) -> "Ticker":
         """Return the ticker with all jobs."""
         pager = Pager(parts)
+        faults: dict[str, str] = {}
         return cls(parts, [
             Job("orders", 1.0, parts.desk.catch_up), Job("records", TICK_S, parts.desk.record_late),
             Job("tree", 1.0, lambda: sequence(parts)), Job("pager", 0.5, pager.look),
-            Job("lost", 5.0, lambda: lose_silent(parts)), Job("trust", 2.0, lambda: grow_trust(parts)),
+            Job("lost", 5.0, lambda: lose_silent(parts)), Job("engines", 1.0, lambda: engines.keep_states(parts)),
+            Job("trust", 2.0, lambda: grow_trust(parts)),
             Job("streams", 10.0, parts.ledger.watch_streams),
+            Job("restarts", 0.5, lambda: restarts.turn(parts, faults)),
             Job("sign-ins", 3600.0, lambda: forget_dead(parts)),
-        ])
+        ], faults)
 
     def tick(self) -> None:
         """Do what is due now."""

@@ -27,6 +27,9 @@ declare({
 })
 
 
+_TIERED = (approvals.LAUNCH, approvals.VERSION)  # their bodies name a tier
+
+
 class VoteBody(Body):
     """`signed` is this person's Signed approval, for a resume or a change of trust only."""
 
@@ -41,7 +44,7 @@ def action_of(kind: str) -> Action:
 
 
 def _resource(request: rows.Request) -> Resource:
-    named = request.body.get("tier") if request.kind == approvals.LAUNCH else None
+    named = request.body.get("tier") if request.kind in _TIERED else None
     tier = Tier(named) if named in {t.value for t in Tier} else Tier.NONE
     return Resource("approval", request.id, request.tenant, tier)
 

@@ -24,7 +24,7 @@ from starlette.exceptions import HTTPException
 
 from control_plane.auth import apikeys, sessions, stepup
 from control_plane.auth.site import Site, state
-from control_plane.store import people
+from control_plane.store import people, programmes
 from control_plane.store import sessions as rows
 from control_plane.store.db import now_us, reading, writing
 from interlock.call import Action, Call, Resource, Subject
@@ -197,9 +197,10 @@ def facts_of(
     """Return the facts of a decision, all from our store. `proof` from `shown_proof`."""
     with reading(site_of(request).engine) as connection:
         roles, here = people.roles_of(connection, caller.person, caller.tenant), state(connection)
+        member = programmes.of_person(connection, caller.person, now_us())
     age = caller.mfa_age_ms() if proof is None else (now_us() - proof.at_us) // 1000
     return Facts(roles=roles, mfa_age_ms=age, mfa_bound="" if proof is None else proof.bound, approvals=approvals,
-                 bundle_age_ms=0, state=here, own=own)  # its own bundle and stop state, read now
+                 programmes=member, bundle_age_ms=0, state=here, own=own)  # its own bundle and stop state, read now
 
 
 def shown_proof(request: Request, caller: Caller, step_up: str | None, action: Action, bound: str) -> rows.Proof | None:

@@ -3,13 +3,16 @@
 import base64
 import json
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import StringConstraints
+from sqlalchemy import Connection
 from starlette.concurrency import run_in_threadpool
 
-from control_plane import admission
+from control_plane import admission, registry, restarts
 from control_plane.admission import Requester
 from control_plane.api import looking
 from control_plane.api.context import (
@@ -29,9 +32,9 @@ from control_plane.store import runs
 from control_plane.store.db import now_us, reading, writing
 from interlock.call import Action, Resource, new_id
 from interlock.canon import digest_bytes
-from interlock.errors import ApprovalRequired, Conflict, Halted, Malformed, NotFound, Refusal, Unavailable
+from interlock.errors import ApprovalRequired, Conflict, Denied, Halted, Malformed, NotFound, Refusal, Unavailable
 from interlock.event import Event, EventType
-from interlock.order import Plan
+from interlock.order import Labels, Plan
 from interlock.tier import Tier
 from interlock.touched import dataset_of, resource_of
 
@@ -93,18 +96,53 @@ async def upload(request: Request, caller: SignedIn) -> dict[str, str]:
     return {"digest": digest}
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """A first attempt that is asked for: the plan, what the gate is asked (launch, or serve of an engine), the proof
+    of a second factor, the persons who approved, and what uses their approval up (in the transaction that places)."""
+
+    plan: Plan
+    action: Action
+    step_up: str | None = None
+    persons: tuple[str, ...] = ()
+    approval: str = ""
+    spend: Callable[[Connection], object] | None = None
+
+
 @router.post("/api/runs", status_code=201)
 def launch(request: Request, caller: SignedIn, body: RunBody) -> dict[str, Any]:
     """Admit a plan and place its first attempt."""
-    parts, plan = parts_of(request), Plan.from_json(body.plan)
+    plan = Plan.from_json(body.plan)
+    if plan.serve:
+        raise Denied("an engine is started from an approved version, not from a plan", code="serve",
+                     next_step="interlock model serve NAME")
+    return placed(request, caller, lambda: _wanted(request, caller, plan, body))
+
+
+def _wanted(request: Request, caller: Caller, plan: Plan, body: RunBody) -> Wanted:
+    who, approval, bound = requester(caller), body.approval or "", plan.digest()
+    with reading(parts_of(request).engine) as connection:
+        persons = admission.approvers(connection, approval, plan, who)
+
+    def spend(connection: Connection) -> None:
+        approvals.use(connection, approval, kind=approvals.LAUNCH, bound=bound, asked_by=who.person)
+
+    return Wanted(plan, Action.LAUNCH, body.step_up, persons, approval if persons else "", spend if persons else None)
+
+
+def placed(request: Request, caller: Caller, wanted: Callable[[], Wanted]) -> dict[str, Any]:
+    """Admit what `wanted` returns and place it; asked a second time when a stop came in between.
+
+    Raises what admission, gate and registry raise.
+    """
     _require_evidence(request)
     run = new_id("run")
     try:
-        return _launch(request, parts, caller, plan, run, body)
+        return _place(request, caller, wanted(), run)
     except Halted as refusal:
         if refusal.code != "stopped.epoch":
             raise
-        return _launch(request, parts, caller, plan, run, body)
+        return _place(request, caller, wanted(), run)
 
 
 def _require_evidence(request: Request) -> None:
@@ -115,42 +153,47 @@ def _require_evidence(request: Request) -> None:
                           next_step="docs/runbooks/restore.md; stops, approvals and looking go on")
 
 
-def _launch(request: Request, parts: Parts, caller: Caller, plan: Plan, run: str, body: RunBody) -> dict[str, Any]:
-    who, bound, wanted = requester(caller), plan.digest(), body.approval or ""
-    with reading(parts.engine) as connection:
-        persons = admission.approvers(connection, wanted, plan, who)
-    resource, proof = resource_of(plan), shown_proof(request, caller, body.step_up, Action.LAUNCH, bound)
+def _place(request: Request, caller: Caller, wanted: Wanted, run: str) -> dict[str, Any]:
+    parts, plan, who, persons = parts_of(request), wanted.plan, requester(caller), wanted.persons
+    bound, proof = plan.digest(), shown_proof(request, caller, wanted.step_up, wanted.action, plan.digest())
     facts = facts_of(request, caller, approvals=len(persons), proof=proof)
     try:
         _allowed(request, caller, plan, run, len(persons))
         labels = _prepared(parts, caller, plan, who, run)
-        permit = pass_gate(request, caller, Action.LAUNCH, resource, bound=bound, run=run, step_up=body.step_up,
-                           approvals=len(persons), spend=False)
+        permit = pass_gate(request, caller, wanted.action, resource_of(plan, labels.lineage), bound=bound, run=run,
+                           step_up=wanted.step_up, approvals=len(persons), spend=False)
     except ApprovalRequired as refusal:
+        if wanted.action is not Action.LAUNCH:
+            raise
         raise _asked(parts, caller, plan, who, refusal) from None
     told = {"roles": sorted(facts.roles), "mfa_age_ms": facts.mfa_age_ms, "mfa_bound": facts.mfa_bound,
             "approvals": list(persons)}
 
-    def spend(connection: Any) -> None:
+    def spend(connection: Connection) -> None:
         spend_proof(connection, proof)
-        if persons:
-            approvals.use(connection, wanted, kind=approvals.LAUNCH, bound=bound, asked_by=who.person)
+        if wanted.spend is not None:
+            wanted.spend(connection)
         parts.ledger.record(Event(EventType.RUN_GRANTED, caller.id, caller.tenant, run, facts={
             "plan": bound, "node": labels.node, "attempt": 1, "tier": plan.tier.value, "approvers": list(persons),
             "record": permit.record}), connection)
 
-    order = admission.start(parts, permit, plan, labels, told, approval=wanted if persons else "", within=spend)
+    order = admission.start(parts, permit, plan, labels, told, approval=wanted.approval, within=spend)
     return {"run": run, "state": "placed", "node": labels.node, "attempt": 1, "epoch": order.epoch, "plan": bound}
 
 
 def _allowed(request: Request, caller: Caller, plan: Plan, run: str, given: int) -> None:
-    """Ask the gate for every dataset; a launch that reads what it may not is no launch."""
+    """Ask the gate for every dataset and every version that is there; a launch that reads what it may not is none."""
     for dataset in plan.datasets:
         pass_gate(request, caller, Action.READ_DATA, dataset_of(plan, dataset), bound=plan.digest(), run=run,
                   approvals=given)
+    with reading(parts_of(request).engine) as connection:
+        loaded = registry.loaded(connection, plan)
+    for version in loaded:
+        pass_gate(request, caller, Action.LOAD, registry.resource_of(version), bound=plan.digest(), run=run,
+                  approvals=given)
 
 
-def _prepared(parts: Parts, caller: Caller, plan: Plan, who: Requester, run: str) -> Any:
+def _prepared(parts: Parts, caller: Caller, plan: Plan, who: Requester, run: str) -> Labels:
     """Prepare, and leave a record of a refusal (the gate records its own)."""
     try:
         return admission.prepare(parts, plan, who, run)
@@ -176,7 +219,7 @@ def restart(request: Request, caller: SignedIn, run: Id, body: RestartBody | Non
     row = _row(request, caller, run)
     _require_evidence(request)
     plan, number = Plan.from_json(json.loads(row.plan)), int(row.attempt) + 1
-    _may_restart(caller, row, plan, number)
+    _may_restart(caller, row, plan)
     who = Requester(row.subject, row.owner, row.tenant)
     labels = _prepared(parts, caller, plan, who, run)
     step_up = body.step_up if body else None
@@ -184,20 +227,15 @@ def restart(request: Request, caller: SignedIn, run: Id, body: RestartBody | Non
                        step_up=step_up, own=True)
     facts = facts_of(request, caller)
     told = {"roles": sorted(facts.roles), "mfa_age_ms": facts.mfa_age_ms, "mfa_bound": "", "approvals": []}
-    order = admission.start(parts, permit, plan, labels, told, attempt=number, approval=row.approval)
+    order = admission.start(parts, permit, plan, labels, told, attempt=number, approval=row.approval,
+                            within=lambda connection: restarts.require_unmoved(connection, row))
     return {"run": run, "state": "placed", "node": labels.node, "attempt": number, "epoch": order.epoch}
 
 
-def _may_restart(caller: Caller, row: Any, plan: Plan, number: int) -> None:
+def _may_restart(caller: Caller, row: Any, plan: Plan) -> None:
     if row.owner != caller.person:
         raise NotFound("no such run, or it is not yours", code="run")
-    if row.state in runs.OPEN:
-        raise Conflict("the run is still open", code="run_open", next_step="stop it, or wait for its end")
-    if number - 1 > plan.restarts:
-        raise Conflict(f"the plan allows {plan.restarts} restart(s)", code="restarts",
-                       next_step="launch a new plan")
-    if now_us() - row.created_us > plan.valid_s * 1_000_000:
-        raise Conflict("the plan has expired", code="plan_expired", next_step="launch a new plan")
+    restarts.refuse_spent(row, plan)
 
 
 def shown(row: Any) -> dict[str, Any]:
@@ -256,17 +294,18 @@ def one(request: Request, caller: SignedIn, run: Id) -> dict[str, Any]:
 @router.get("/api/runs/{run}/output")
 async def output(
     request: Request, caller: SignedIn, run: Id, after: Annotated[int, Query(ge=0, le=2**53)] = 0,
-    wait: Annotated[int, Query(ge=0, le=MAX_WAIT_S)] = 0,
+    wait: Annotated[int, Query(ge=0, le=MAX_WAIT_S)] = 0, attempt: Annotated[int, Query(ge=0, le=10_000)] = 0,
 ) -> dict[str, Any]:
-    """Return output from `after` on; with `wait`, hold the answer until there is something new."""
+    """Return output from `after` on, of `attempt` (0: the newest); with `wait`, hold the answer until there is
+    something new. `attempt` of the answer is the newest: who follows an older one that has told all goes on to it."""
     parts = parts_of(request)
     await run_in_threadpool(_row, request, caller, run)
     until = time.monotonic() + wait
     while True:
         rung = parts.bell.count
-        found = await run_in_threadpool(_piece, parts, run, after)
+        found = await run_in_threadpool(_piece, parts, run, attempt, after)
         left = until - time.monotonic()
-        if found["data"] or found["ended"] or left <= 0:
+        if found["data"] or found["ended"] or left <= 0 or attempt not in (0, found["attempt"]):
             return found
         await parts.bell.heard(rung, min(left, RECHECK_S))
         await run_in_threadpool(_still, request, run)
@@ -277,12 +316,13 @@ def _still(request: Request, run: str) -> None:
     _row(request, signed_in(request), run)
 
 
-def _piece(parts: Parts, run: str, after: int) -> dict[str, Any]:
+def _piece(parts: Parts, run: str, attempt: int, after: int) -> dict[str, Any]:
     with reading(parts.engine) as connection:
         row = runs.one(connection, run)
     assert row is not None
-    data, following = parts.output.read(run, row.attempt, after)
-    ended = row.state in (*runs.OVER, "lost") and not data
+    data, following = parts.output.read(run, attempt or row.attempt, after)
+    over = row.state in (*runs.OVER, "lost") and attempt in (0, row.attempt)
+    ended = over and not data and not restarts.waits(row)
     return {"data": base64.b64encode(data).decode(), "next": following, "ended": ended, "state": row.state,
             "attempt": row.attempt, "outcome": json.loads(row.outcome) if row.outcome else None}
 

@@ -1,7 +1,8 @@
 """Approvals by other persons, bound to the digest of what they saw.
 
 Rules:
-1. A vote counts for distinct persons other than who asked, who owns it and, for a resume, who stopped (I11).
+1. A vote counts for distinct persons other than who asked, who owns it and, for a resume, who stopped; for a
+   version, other than who registered it and who owns its run (I11).
 2. It binds to the request's digest, and to a head where the request names one: a resume's to the head of the
    order log, a change of trust's to the list in force (I12).
 3. Everything is asked again at use: open, not expired, same digest, same head, and every approver is still
@@ -27,11 +28,11 @@ from interlock.canon import digest
 from interlock.errors import ApprovalRequired, Conflict, Denied, Malformed, NotFound, Refusal, Untrusted
 from interlock.signed import RESUME_APPROVAL, TRUST_APPROVAL, Signed, key_id, public_from_text, verify
 
-LAUNCH, RESUME, TRUST = "launch", "resume", "trust"
+LAUNCH, RESUME, TRUST, VERSION = "launch", "resume", "trust", "version"
 _SECOND = 1_000_000
-LIFE_S = {LAUNCH: 86_400, RESUME: 3_600, TRUST: 86_400}
+LIFE_S = {LAUNCH: 86_400, RESUME: 3_600, TRUST: 86_400, VERSION: 7 * 86_400}
 SIGNED = frozenset({RESUME, TRUST})  # kinds that persons sign with their keys
-FLOOR = {LAUNCH: 1, RESUME: 2, TRUST: 2}  # never fewer, whatever a caller asks for
+FLOOR = {LAUNCH: 1, RESUME: 2, TRUST: 2, VERSION: 1}  # never fewer, whatever a caller asks for
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,8 @@ def excluded(connection: Connection, request: rows.Request) -> frozenset[str]:
         clears = request.body.get("clears")
         stops = [str(c) for c in clears] if isinstance(clears, list) else []
         barred |= {_actor(a) for a in rows.stopped_by(connection, stops)}
+    if request.kind == VERSION:
+        barred |= rows.made_by(connection, str(request.body.get("version", "")))
     return frozenset(barred - {""})
 
 

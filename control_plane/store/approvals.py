@@ -7,14 +7,14 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, insert, select, update
 
-from control_plane.store.tables import approval_requests, approval_votes, orders, people, runs
+from control_plane.store.tables import approval_requests, approval_votes, orders, people, runs, versions
 
 OPEN, USED, REFUSED = "open", "used", "refused"
 
 
 @dataclass(frozen=True)
 class Request:
-    """One approval request. `kind` launch, resume or trust; `body` the object whose `digest` is voted on.
+    """One approval request. `kind` launch, resume, trust or version; `body` the object whose `digest` is voted on.
 
     `head` is what it is bound to besides: the head of the order log (resume), the list in force (trust), or nothing.
     """
@@ -126,3 +126,10 @@ def stopped_by(connection: Connection, stops: Iterable[str]) -> frozenset[str]:
     named = [row.scope_id for row in found if row.scope_kind == "run"]
     owners = connection.execute(select(runs.c.owner).where(runs.c.id.in_(named))).scalars()
     return frozenset(row.actor for row in found) | frozenset(owners)
+
+
+def made_by(connection: Connection, version: str) -> frozenset[str]:
+    """Return who registered that version and who owns its run."""
+    found = select(versions.c.created_by, runs.c.owner).join(runs, runs.c.id == versions.c.run)
+    row = connection.execute(found.where(versions.c.digest == version)).one_or_none()
+    return frozenset() if row is None else frozenset({str(row.created_by), str(row.owner)})

@@ -84,7 +84,7 @@ throttles = Table(
 )
 
 # --- approvals --------------------------------------------------------------------------------------
-# kind: launch | resume | trust. `digest` is what each vote is bound to; `body` the canonical JSON.
+# kind: launch | resume | trust | version. `digest` is what each vote is bound to; `body` the canonical JSON.
 approval_requests = Table(
     "approval_requests", metadata, Column("id", String(64), primary_key=True),
     Column("kind", String(16), nullable=False), Column("digest", String(80), nullable=False, index=True),
