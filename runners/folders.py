@@ -41,6 +41,11 @@ class Folders:
         return self.state / "broker" / "store"
 
     @property
+    def gateway_spool(self) -> Path:
+        """The gateway's own record stream."""
+        return self.state / "gateway" / "spool"
+
+    @property
     def work(self) -> Path:
         """One folder for each attempt until all of it was delivered."""
         return self.node / "work"

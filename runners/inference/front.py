@@ -1,0 +1,115 @@
+"""The door: raw ASGI. What is wrong with a request before anybody looks at who sent it, and where it goes.
+
+The gateway listens on loopback only, yet a web page in a browser of this host can reach loopback: so the Host must be
+one of ours (no other name may be pointed at us), and a body must say that it is JSON (a page cannot send that to
+another origin without asking first, and nobody answers that question).
+"""
+
+import asyncio
+import re
+import sys
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from interlock.errors import Refusal, Unavailable
+from runners.inference import answers, openapi
+from runners.inference.body import malformed
+from runners.inference.calls import Calls, OnRecordError
+from runners.inference.evidence import Evidence
+from runners.inference.exchange import Exchange, Gone, Receive, Scope, Send
+from runners.inference.routes import route_of
+
+HEAD_S = 15.0
+CONNECTIONS = 1_024
+_HOST = re.compile(rb"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?")
+_JSON = re.compile(rb"application/json(\s*;.*)?", re.IGNORECASE)
+
+
+class Front:
+    """The ASGI application. Args: `calls` the stages of a call; `evidence` the records."""
+
+    def __init__(self, calls: Calls, evidence: Evidence) -> None:
+        self._calls, self._evidence = calls, evidence
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request. Nothing that goes wrong here says anything of its content, not even in a log."""
+        if scope["type"] != "http":
+            return
+        exchange = Exchange(scope, receive, send)
+        try:
+            await self._serve(exchange)
+        except Gone:
+            return
+        except OnRecordError as told:
+            await exchange.refuse(told.refusal)
+        except Refusal as refusal:
+            self._evidence.counted(None, exchange.source, refusal)
+            await exchange.refuse(refusal)
+        except Exception as fault:
+            sys.stderr.write(f'{{"error": "a call failed: {type(fault).__name__}"}}\n')
+            await exchange.refuse(Unavailable("the gateway failed", code="fault", next_step="tell an administrator"))
+
+    async def _serve(self, exchange: Exchange) -> None:
+        if not _HOST.fullmatch(exchange.header(b"host") or b""):
+            raise malformed("the Host is none of this gateway", "host")
+        route = route_of(exchange.method, exchange.path)
+        if exchange.query:
+            raise malformed("no route takes a query", "query")
+        match route.kind:
+            case "health":
+                await exchange.reply({"ok": True})
+            case "document":
+                await exchange.reply(openapi.document())
+            case "models":
+                await exchange.reply(answers.models(self._calls.directory.listed(self._calls.admit(exchange))))
+            case kind:
+                _check_form(exchange)
+                await self._calls.infer(exchange, kind)
+
+
+def _check_form(exchange: Exchange) -> None:
+    if not _JSON.fullmatch(exchange.header(b"content-type") or b""):
+        raise malformed("the body is not application/json", "content_type")
+    if (exchange.header(b"content-encoding") or b"identity").lower() != b"identity":
+        raise malformed("the body is compressed", "content_encoding")
+
+
+class Patient(HttpToolsProtocol):
+    """HTTP/1.1 for a small door: a bound on open connections, a time for the head of a request, no pipelining.
+
+    A client that sends its next request before it has the answer would hide from us that it left.
+    """
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin to wait for the first request, or turn it away."""
+        super().connection_made(transport)
+        if len(self.connections) > CONNECTIONS:
+            transport.abort()
+            return
+        self._late = self.loop.call_later(HEAD_S, transport.abort)
+
+    def on_message_begin(self) -> None:
+        """Begin to wait for the head; a request before the answer to the last one ends the connection."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.abort()
+        super().on_message_begin()
+        self._wait_no_more()
+        self._late = self.loop.call_later(HEAD_S, self.transport.abort)
+
+    def on_headers_complete(self) -> None:
+        """The head is whole."""
+        self._wait_no_more()
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait for nothing further."""
+        self._wait_no_more()
+        super().connection_lost(exc)
+
+    def _wait_no_more(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
