@@ -83,7 +83,8 @@ class Node:
         self.survey = Survey(layers.this_host(), found, offer.roots, pool, self.spool.record, self.upstream.node,
                              environments=sorted(offer.environments), gateway=offer.gateway_port is not None)
         self.watcher = Watcher()
-        self.shipper = Shipper((found.node / "spool", found.broker_spool), self.upstream, boot_id())
+        spools = (found.node / "spool", found.broker_spool, found.gateway_spool)
+        self.shipper = Shipper(spools, self.upstream, boot_id())
         self.relay = Relay(self.supervisor, self.upstream)
         self.entitlements = Entitlements(found, self.upstream, self.pinned.grant_keys, self.pinned.signers)
         self.broker = KeptProgram("broker", self._start_broker, self._died)
