@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter, Request, Response
 
-from control_plane.api import looking, runs
+from control_plane.api import looking, progress, runs
 from control_plane.api.context import declare
 from control_plane.console import scene
 from control_plane.console.view import PageRoute, glance, render
@@ -14,7 +14,8 @@ router = APIRouter(route_class=PageRoute, include_in_schema=False, prefix="/frag
 
 declare({
     ("GET", "/fragments/status"): Action.LOOK, ("GET", "/fragments/runs"): Action.LOOK,
-    ("GET", "/fragments/runs/{run}"): Action.LOOK, ("GET", "/fragments/stops"): Action.LOOK,
+    ("GET", "/fragments/runs/{run}"): Action.LOOK, ("GET", "/fragments/runs/{run}/progress"): Action.LOOK,
+    ("GET", "/fragments/stops"): Action.LOOK,
     ("GET", "/fragments/stops/{order}"): Action.LOOK,
 })
 
@@ -41,6 +42,13 @@ def one_run(request: Request, run: str) -> Response:
     looking.require(request, caller, Resource("run", run, shown["tenant"], Tier(shown["tier"])),
                     own=shown["owner"] == caller.person)
     return render(request, "_run.html", caller, run=scene.run(parts, shown), output=scene.tail(parts, shown))
+
+
+@router.get("/runs/{run}/progress")
+def run_progress(request: Request, run: str) -> Response:
+    """Refresh one run's curve and checkpoints."""
+    caller = glance(request, "run")
+    return render(request, "_progress.html", caller, **scene.progress(progress.progress(request, caller, run)))
 
 
 @router.get("/stops")

@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 
-from control_plane.console import forms, fragments, pages
+from control_plane.console import forms, fragments, models, pages
 
 STATIC = Path(__file__).parent / "static"
 
@@ -23,6 +23,6 @@ class _Static(StaticFiles):
 
 def mount(app: FastAPI) -> None:
     """Add the console's routes and its static files to `app`."""
-    for module in (pages, fragments, forms):
+    for module in (pages, models, fragments, forms):
         app.include_router(module.router)
     app.mount("/static", _Static(directory=STATIC), name="static")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 
 from control_plane.api import approvals as approvals_api
-from control_plane.api import kill, ledger, runs, status, why
+from control_plane.api import kill, ledger, progress, runs, status, why
 from control_plane.api.context import Caller, declare
 from control_plane.console import scene
 from control_plane.console.view import PageRoute, reader, render
@@ -51,6 +51,7 @@ def one_run(request: Request, run: str) -> Response:
     shown = runs.one(request, caller, run)
     return render(
         request, "run.html", caller, here="/runs", run=scene.run(parts_of(request), shown),
+        **scene.progress(progress.progress(request, caller, run)),
         output=scene.tail(parts_of(request), shown), decisions=why.why(request, caller, run)["decisions"],
         plan=json.dumps(shown["plan"], indent=2, ensure_ascii=False), may_stop=may_stop(caller, shown),
     )

@@ -10,6 +10,7 @@ from control_plane.api import nodes as nodes_api
 from control_plane.api import status as status_api
 from control_plane.api.runs import shown as as_json
 from control_plane.auth.approvals import TRUST
+from control_plane.console import curve
 from control_plane.parts import Parts
 from control_plane.store import nodes, orders, people, runs
 from control_plane.store.db import reading
@@ -57,6 +58,13 @@ def run_row(parts: Parts, run_id: str) -> dict[str, Any]:
     if row is None:
         raise NotFound("no such run, or it is not yours", code="run")
     return as_json(row)
+
+
+def progress(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the curve and the checkpoints, newest first, of what the API tells of a run's progress."""
+    kept = sorted(found["checkpoints"], key=lambda c: (c["step"], c["committed_us"]), reverse=True)
+    return {"curve": curve.curve(found["points"], [c["step"] for c in kept]),
+            "checkpoints": [{**c, "size": curve.size(c["bytes"])} for c in kept]}
 
 
 def tail(parts: Parts, shown: dict[str, Any]) -> str:

@@ -36,6 +36,13 @@ SHOWN_STATES = (
     "removed",
     "allow",
     "deny",
+    "draft",
+    "approved",
+    "serving",
+    "retired",
+    "version",
+    "state",
+    "weights",
 )
 
 

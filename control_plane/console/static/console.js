@@ -19,3 +19,10 @@ document.querySelectorAll("[data-live]").forEach(function (part) {
 document.body.addEventListener("htmx:responseError", function (event) {
   if (event.detail.xhr.status === 401) { location.assign("/login"); }
 });
+// 4. A refresh leaves open what the reader has opened.
+document.body.addEventListener("htmx:beforeSwap", function (event) {
+  var open = Array.from(event.detail.target.querySelectorAll("details[open][id]"), function (part) { return part.id; });
+  event.detail.target.addEventListener("htmx:afterSwap", function () {
+    open.forEach(function (id) { var part = document.getElementById(id); if (part) { part.open = true; } });
+  }, { once: true });
+});
