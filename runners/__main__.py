@@ -98,8 +98,8 @@ def _trust_signer(given: argparse.Namespace) -> None:
 
 def _ask_key(given: argparse.Namespace) -> None:
     from runners.folders import folders, require_joined, require_root
-    from runners.key_delivery import read_keys
     from runners.upstream import Upstream
+    from runners.vault import read_keys
 
     require_root()
     found = folders(given.state, given.runtime)
@@ -111,7 +111,7 @@ def _ask_key(given: argparse.Namespace) -> None:
 
 
 def _broker(given: argparse.Namespace) -> None:
-    from runners.broker import serve
+    from runners.broker_process import serve
 
     serve(given.state, given.runtime, given.node, given.control, given.key)
 

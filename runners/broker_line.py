@@ -113,7 +113,7 @@ class BrokerLine:
             "op": "open", "run": order.run, "attempt": order.attempt, "uid": uid,
             "labels": order.labels.as_json(), "resource": permit.resource, "permit": permit.seal(self._key),
             "plan": {"checkpoints": plan.checkpoints, "weights": list(plan.weights), "model": plan.model,
-                     "digest": plan.digest()},
+                     "serve": plan.serve, "digest": plan.digest()},
             "told": order.facts,
         }, listener.fileno())
 

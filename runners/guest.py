@@ -8,10 +8,11 @@ The rules, for each request:
 """
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from interlock.call import number
+from interlock.call import number, text, texts
 from interlock.errors import Halted, Malformed, NotFound, TooMany, Untrusted
 from interlock.order import Labels, StopOrder
 from interlock.tier import Tier
@@ -20,6 +21,52 @@ METRICS = 16
 STEPS_PER_S = 50
 SUMMARY_MS = 1_000
 _METRIC = re.compile(r"^[a-z][a-z0-9_]{0,39}$")
+
+
+@dataclass(frozen=True)
+class Granted:
+    """What the plan lets a run save and load, as the launcher read it in the launch order.
+
+    `weights` the versions that it may load; `bound` the plan's digest; `told` what the control plane knew when it
+    signed, at `opened_ms` (CLOCK_BOOTTIME) at the latest.
+    """
+
+    checkpoints: bool = False
+    weights: tuple[str, ...] = ()
+    model: str = ""
+    serve: bool = False
+    bound: str = ""
+    told: Mapping[str, Any] = field(default_factory=dict)
+    opened_ms: int = 0
+
+
+def granted_of(request: Mapping[str, Any], now_ms: int) -> Granted:
+    """Parse `plan` and `told` of the launcher's ``open``; without them nothing is granted. Raises Malformed."""
+    plan, told = request.get("plan"), request.get("told")
+    if plan is None:
+        return Granted()
+    if not isinstance(plan, dict) or not isinstance(told, dict):
+        raise Malformed("plan and told facts are objects", code="wire")
+    return Granted(
+        plan.get("checkpoints") is True, texts(plan, "weights", limit=8), text(plan, "model", empty=True),
+        plan.get("serve") is True, text(plan, "digest", limit=80), told, now_ms,
+    )
+
+
+@dataclass
+class Answer:
+    """The fields of a reply and, with some, one open descriptor, which whoever sends it closes."""
+
+    fields: dict[str, Any]
+    fd: int = -1
+
+
+@dataclass(frozen=True)
+class Later:
+    """A reply that needs files read: `work` runs beside the loop, `ended` in the loop after it, whatever came."""
+
+    work: Callable[[], Answer]
+    ended: Callable[[], None]
 
 
 @dataclass
@@ -37,6 +84,7 @@ class Guest:
     window_ms: int = 0
     in_window: int = 0
     live: bool = field(default=True)
+    granted: Granted = field(default_factory=Granted)
 
 
 def check_peer(guest: Guest, uid: int) -> None:
@@ -54,6 +102,19 @@ def check_leash(order: StopOrder | None, lease_over: bool) -> None:
         raise Halted("the lease of this run is gone", code="lease")
 
 
+def leash(
+    stopped: Callable[[Labels], StopOrder | None], lease_over: Callable[[str, int], bool]
+) -> Callable[[Guest], None]:
+    """Return the question that is asked before anything is done for a guest; it raises Halted."""
+
+    def check(guest: Guest) -> None:
+        if not guest.live:
+            raise Halted("this attempt is over", code="lease")
+        check_leash(stopped(guest.labels), lease_over(guest.run, guest.attempt))
+
+    return check
+
+
 def answer(guest: Guest, request: dict[str, Any], now_ms: int) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return the reply to one request and the facts of the record that must be durable before it is sent.
 
@@ -65,7 +126,7 @@ def answer(guest: Guest, request: dict[str, Any], now_ms: int) -> tuple[dict[str
         return state, None
     if op == "step":
         return _step(guest, request, now_ms)
-    raise NotFound("the broker has no such operation", code="op", next_step="use status or step")
+    raise NotFound("the broker has no such operation", code="op", next_step="see docs/formats/wire.md")
 
 
 def _step(guest: Guest, request: dict[str, Any], now_ms: int) -> tuple[dict[str, Any], dict[str, Any] | None]:
