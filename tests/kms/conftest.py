@@ -1,7 +1,9 @@
 """SoftHSM tokens: one conf file a process, since a process loads one module once; labels keep tests apart."""
 
 import os
+import secrets
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kms import softhsm
 from kms.assignment import TokenPlace
 from kms.pkcs11 import MODULE, Token
+
+SOFTHSM = Path("/usr/lib/softhsm/libsofthsm2.so")
 
 
 @dataclass
@@ -25,8 +28,14 @@ class Tokens:
 @pytest.fixture(scope="session")
 def tokens() -> Iterator[Tokens]:
     folder = Path(tempfile.mkdtemp(prefix="il-hsm-"))
-    made = softhsm.make_token(folder, "cp")
-    yield Tokens(folder, TokenPlace(Path(made["module"]), "cp", Path(made["pin_file"]), Path(made["conf"])))
+    (folder / "tokens").mkdir()
+    conf, pin = folder / "softhsm2.conf", folder / "pin"
+    conf.write_text(f"directories.tokendir = {folder / 'tokens'}\nobjectstore.backend = file\nlog.level = ERROR\n")
+    pin.touch(0o600)
+    pin.write_text(secrets.token_hex(8))
+    subprocess.run(["softhsm2-util", "--init-token", "--free", "--label", "cp", "--so-pin", "12345678", "--pin",
+                    pin.read_text()], env={**os.environ, "SOFTHSM2_CONF": str(conf)}, check=True, capture_output=True)
+    yield Tokens(folder, TokenPlace(SOFTHSM, "cp", pin, conf))
     if MODULE._library is not None:
         MODULE._library.finalize()
     os.environ.pop("SOFTHSM2_CONF", None)

@@ -3,6 +3,7 @@
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pkcs11
 import pytest
@@ -11,7 +12,6 @@ from pkcs11 import Attribute, KeyType, Mechanism, MechanismFlag
 from interlock.errors import Conflict, Denied, NotFound, Refusal, Unavailable, Untrusted
 from interlock.tier import Tier
 from kms import pkcs11 as tokened
-from kms import softhsm
 from kms.assignment import TokenPlace
 from kms.pkcs11 import MODULE, Module, Token, open_token
 from kms.provider import Context
@@ -152,27 +152,39 @@ def test_who_waits_for_a_token_that_hangs_is_answered(
     assert provider.unwrap(wrapped, RUN) == key
 
 
-def test_a_pin_that_was_refused_is_shown_once(
+class Counting:
+    """The module's library, counting how often a token is looked for (right before its PIN is shown)."""
+
+    def __init__(self, library: Any) -> None:
+        self.library, self.asked = library, 0
+
+    def get_token(self, **words: Any) -> Any:
+        self.asked += 1
+        return self.library.get_token(**words)
+
+
+def test_a_pin_that_was_refused_is_not_shown_again(
     tokens: Tokens, token: Token, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Tokens lock themselves after a few wrong ones."""
     pin = tmp_path / "pin"
     pin.touch(0o600)
     pin.write_bytes(b"wrong pin")
     other = Token(replace(tokens.place, pin_file=pin))
-    token._drop()  # logged out, else the token is open for the whole process
-    tried: list[object] = []
-    real = pkcs11._pkcs11.Token.open
-    for _ in range(2):
-        with pytest.raises(Denied) as refused:
-            other.present()
-        assert refused.value.code == "denied.token"
-        assert "wrong pin" not in str(refused.value.as_json())
-        assert other._refused_pin
-        tried.append(refused.value.details)
-    pin.write_bytes(tokens.place.pin_file.read_bytes())
-    assert other.present() == frozenset()
+    counting = Counting(MODULE._library)
+    token.close()  # while one session is logged in, the whole process is
+    with monkeypatch.context() as patch:
+        patch.setattr(MODULE, "_library", counting)
+        for _ in range(3):
+            with pytest.raises(Denied) as refused:
+                other.present()
+            assert refused.value.code == "denied.token"
+            assert "wrong pin" not in str(refused.value.as_json())
+        assert counting.asked == 1
+        pin.write_bytes(tokens.place.pin_file.read_bytes())
+        assert other.present() == frozenset()
+        assert counting.asked == 2
     other.close()
-    assert real is pkcs11._pkcs11.Token.open
 
 
 def test_refuses_when_others_can_read_the_pin(tokens: Tokens, tmp_path: Path) -> None:
@@ -217,16 +229,6 @@ def test_a_missing_token_is_asked_nothing_before_the_first_use(tmp_path: Path) -
     provider = open_token(nowhere, tmp_path / "pkcs11.json")
     with pytest.raises(Refusal):
         provider.generate(RUN)
-
-
-def test_make_token_leaves_private_files_and_makes_one_token_a_folder(tokens: Tokens, tmp_path: Path) -> None:
-    for name in ("pin", "officer-pin", "softhsm2.conf"):
-        assert oct((tokens.folder / name).stat().st_mode & 0o777) == "0o600"
-    assert oct((tokens.folder / "tokens").stat().st_mode & 0o777) == "0o700"
-    with pytest.raises(Conflict):
-        softhsm.make_token(tokens.folder, "again")
-    with pytest.raises(Unavailable):
-        softhsm.make_token(tmp_path / "x", "cp", module=tmp_path / "none.so")
 
 
 def test_a_label_that_is_not_ours_is_no_version(token: Token) -> None:
