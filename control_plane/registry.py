@@ -28,8 +28,9 @@ from interlock.errors import ApprovalRequired, Conflict, Denied, NotFound
 from interlock.event import Event, EventType
 from interlock.order import Plan
 from interlock.tier import PROFILES, Tier
+from kms.provider import LOCAL
 
-LOCAL, WEIGHTS = "local", "weights"
+WEIGHTS = "weights"
 _RANK = {tier: rank for rank, tier in enumerate((Tier.NONE, Tier.HIGH, Tier.CRITICAL))}
 
 
@@ -186,16 +187,9 @@ def require_provider(parts: Parts, connection: Connection, run: str, tier: Tier)
     if not provider:
         raise Denied("this run has no key, so nobody could ever open its weights", code="provider",
                      next_step="train with checkpoints: interlock train")
-    if provider == LOCAL and tier not in _local_tiers(parts):
+    if provider == LOCAL and tier not in parts.settings.kms.local_tiers():
         raise Denied(f"the key of this run is wrapped by a local provider; tier {tier.value} needs another",
                      code="provider", next_step=f"train it again with --tier {tier.value}")
-
-
-def _local_tiers(parts: Parts) -> frozenset[Tier]:
-    """Return the tiers that a local provider may protect: none; high where the settings name it; critical never."""
-    named = getattr(parts.settings, "kms", None)
-    tiers = getattr(named, "tiers", named.get("tiers", {}) if isinstance(named, dict) else {})
-    return frozenset({Tier.NONE} | ({Tier.HIGH} if dict(tiers or {}).get("high") == LOCAL else set()))
 
 
 def register(parts: Parts, connection: Connection, wanted: Draft, by: str, tenant: str) -> int:

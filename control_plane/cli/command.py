@@ -20,6 +20,8 @@ from control_plane.cli import (
     evidence,
     halt,
     launch,
+    models,
+    partners,
     runs,
     site,
     train,
@@ -56,6 +58,8 @@ for _panel, _commands in (("This machine", _LOCAL), ("People", _PEOPLE), ("Runs"
         app.command(_name, rich_help_panel=_panel)(_command)
 app.add_typer(account.people, name="people", rich_help_panel="People")
 app.add_typer(account.keys, name="keys", rich_help_panel="People")
+app.add_typer(partners.partner, name="partner", rich_help_panel="People")
+app.add_typer(models.model, name="model", rich_help_panel="Models")
 app.add_typer(site.nodes, name="nodes", rich_help_panel="Site")
 app.add_typer(trust.trust, name="trust", rich_help_panel="Approvals")
 app.add_typer(bundles.policy, name="policy", rich_help_panel="Site")
