@@ -19,18 +19,25 @@ PAUSE_S = 1.0
 def deliver(station: Station, order: LaunchOrder, stop: threading.Event) -> None:
     """Fetch the keys of the attempt and hand them to the broker; return when done, refused, or `stop` is set.
 
-    Asks again every second while control plane or broker do not answer. Any other refusal is recorded, and ends it:
-    the run goes on without keys. Raises nothing.
+    Asks again every second while control plane or broker do not answer, and while the control plane has not granted
+    a lease since its own start. Any other refusal is recorded, and ends it: the run goes on without keys. Raises
+    nothing.
     """
     while not stop.is_set():
         try:
             run_key, files = read_keys(station.upstream.keys(order.run, order.attempt))
             station.broker().keys(order.run, order.attempt, run_key, files)
             return
-        except (Unavailable, Stale, NotRecorded):
-            stop.wait(PAUSE_S)
         except Refusal as refusal:
+            if passes(refusal):
+                stop.wait(PAUSE_S)
+                continue
             if not stop.is_set():
                 with suppress(Refusal):
                     station.record(EventType.RUN_KEY_REFUSED, order, {"code": refusal.code})
             return
+
+
+def passes(refusal: Refusal) -> bool:
+    """Return whether the same question may get another answer a second later."""
+    return isinstance(refusal, Unavailable | Stale | NotRecorded) or refusal.code == "denied.lease"

@@ -14,7 +14,7 @@ from sqlalchemy import Connection
 from starlette.concurrency import run_in_threadpool
 
 from control_plane import heartbeat, joining, lifecycle
-from control_plane.api import node_keys, node_ready
+from control_plane.api import node_checkpoints, node_keys, node_ready
 from control_plane.api.context import Body, error_answer
 from control_plane.issuer import GRANT_LIFE_US
 from control_plane.lifecycle import Report, own_attempt
@@ -109,6 +109,7 @@ def install(app: FastAPI) -> None:
     app.include_router(router)
     app.include_router(node_ready.router)
     app.include_router(node_keys.router)
+    app.include_router(node_checkpoints.router)
     app.add_exception_handler(Refusal, on_refusal)
 
 
