@@ -22,9 +22,10 @@ from interlock.layout import ASSETS, METADATA, Layout, Part, Shard, TensorRow
 from interlock.manifest import MAX_FILES, WEIGHTS, asset_name
 from interlock.sealed import Writer
 
-WEIGHTS_FILE: Final = 96_000_000  # bytes in the clear; tags and index stay below the 100 MB of a weights file
+FILE: Final = 96_000_000  # bytes in the clear; with tags and index it stays below the 100 MB of a file of weights
 INDEX_ROOM: Final = 3 << 20
 ROW: Final = 160
+SPARE: Final = 2  # files of a rank that values and a full index may add
 
 
 class SealedSavePlanner(DefaultSavePlanner):  # type: ignore[misc]
@@ -49,9 +50,12 @@ class SealedSavePlanner(DefaultSavePlanner):  # type: ignore[misc]
 
 
 class _Files:
-    """The sealed files of one rank: one for training state, files of at most `limit` bytes in the clear for weights."""
+    """The sealed files of one rank, each of at most `limit` bytes in the clear: the next one begins when one is full.
 
-    def __init__(self, save: str, run: str, step: int, limit: int | None) -> None:
+    Several files let the broker check them side by side, and a rank that loads open only what it needs.
+    """
+
+    def __init__(self, save: str, run: str, step: int, limit: int) -> None:
         self._save, self._run, self._step, self._limit = save, run, step, limit
         self._prefix, self._number = "", 0
         self._name, self._fd = "", -1
@@ -63,25 +67,29 @@ class _Files:
         self._prefix = prefix
         return self
 
-    def put(self, name: str, offset: tuple[int, ...], data: memoryview) -> tuple[Part, ...]:
-        """Seal the bytes of one shard or value, cut over several files where one is too small."""
+    def put(self, name: str, offset: tuple[int, ...], data: memoryview, *, whole: bool = False) -> tuple[Part, ...]:
+        """Seal the bytes of one shard, cut where a file is full, or of a value, which is never cut (`whole`).
+
+        Raises Malformed (``malformed.state``) when no file can hold a value.
+        """
+        if whole and len(data) > self._limit:
+            raise Malformed(f"value {name!r} is too large", code="state", next_step="keep it as a tensor")
         parts: list[Part] = []
         at = 0
-        while True:
+        while not parts or at < len(data):
             left = len(data) - at
-            writer = self._with_room(left, len(name.encode()) + ROW)
-            size = left if self._limit is None else min(left, self._room)
+            writer = self._with_room(name, left if whole else min(1, left))
+            size = min(left, self._room)
             item = writer.add(name, (*offset, at), data[at : at + size])
             parts.append(Part(self._name, item, at, size))
             self._room -= size
             at += size
-            if at == len(data):
-                return tuple(parts)
+        return tuple(parts)
 
-    def _with_room(self, left: int, row: int) -> Writer:
-        """Return a writer for the next part; a shard that fits into a fresh file as a whole is not cut."""
-        full = self._limit is not None and self._room < min(left, self._limit)
-        if self._writer is None or full or self._rows + row > INDEX_ROOM:
+    def _with_room(self, name: str, size: int) -> Writer:
+        """Return a writer with room for `size` bytes and one more row of its index."""
+        row = len(name.encode()) + ROW
+        if self._writer is None or self._room < size or self._rows + row > INDEX_ROOM:
             self.finish()
             self._begin(f"{self._prefix}-{self._number}.sealed")
             self._number += 1
@@ -92,7 +100,7 @@ class _Files:
     def _begin(self, name: str) -> None:
         answer, fd, key = ask_for_file("save_file", save=self._save, name=name)
         self._name, self._fd = name, fd
-        self._room, self._rows = self._limit or 0, 0
+        self._room, self._rows = self._limit, 0
         self._writer = Writer(fd, key, bytes_of(answer, "wrapped"), self._run, self._step)
 
     def finish(self) -> None:
@@ -129,7 +137,6 @@ class SealedWriter(StorageWriter):  # type: ignore[misc]
 
     def __init__(self, run: str, step: int, kind: str, assets: Mapping[str, bytes]) -> None:
         self._run, self._step, self._kind, self._assets = run, step, kind, assets
-        self._limit = WEIGHTS_FILE if kind == WEIGHTS else None
         self._rank = 0
         self._planned = 0
         self.save = ""
@@ -149,8 +156,8 @@ class SealedWriter(StorageWriter):  # type: ignore[misc]
             asset_name(name)
             if not isinstance(data, bytes):
                 raise Malformed(f"asset {name!r} is not bytes", code="state", next_step="read the file as bytes")
-        if sum(map(len, self._assets.values())) > WEIGHTS_FILE:
-            raise Malformed(f"assets are larger than {WEIGHTS_FILE} bytes", code="state", next_step="keep fewer")
+        if sum(map(len, self._assets.values())) > FILE:
+            raise Malformed(f"assets are larger than {FILE} bytes", code="state", next_step="keep fewer")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan as it is."""
@@ -161,17 +168,19 @@ class SealedWriter(StorageWriter):  # type: ignore[misc]
         answer = ask("save_begin", step=self._step, kind=self._kind)
         self.save = str(answer["save"])
         self._planned = sum(len(plan.items) for plan in plans)
-        return [replace(plan, storage_data=self.save) for plan in plans]
+        limit = FILE if self._kind == WEIGHTS else _file_limit(plans)
+        return [replace(plan, storage_data=(self.save, limit)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SealedSavePlanner) -> Any:
         """Write this rank's items, in this thread: what fails here fails the save."""
-        files = _Files(str(plan.storage_data), self._run, self._step, self._limit).named(f"r{self._rank}")
+        save, limit = plan.storage_data
+        files = _Files(save, self._run, self._step, limit).named(f"r{self._rank}")
         results = []
         try:
             for item in plan.items:
                 data = planner.resolve_data(item)
                 if item.type is WriteItemType.BYTE_IO:
-                    parts = files.put(item.index.fqn, (), memoryview(data))
+                    parts = files.put(item.index.fqn, (), memoryview(data), whole=True)
                 else:
                     host = tensors.on_host(data)
                     parts = files.put(item.index.fqn, tuple(item.index.offset), tensors.memory(host))
@@ -195,13 +204,26 @@ class SealedWriter(StorageWriter):  # type: ignore[misc]
             raise Conflict("not every planned item was written", code="items", next_step="save again")
         if len(found.files()) + 2 > MAX_FILES:
             raise Malformed(f"a checkpoint has at most {MAX_FILES} files", code="state", next_step="use fewer ranks")
-        files = _Files(self.save, self._run, self._step, None)
+        files = _Files(self.save, self._run, self._step, FILE)
         items = sum(1 for _ in found.parts()) + len(self._assets) + 1
         if self._assets:
             files.whole(ASSETS, self._assets)
         files.whole(METADATA, {"metadata": found.encode()})
         answer = ask("save_commit", save=self.save, items=items, assets=dict.fromkeys(self._assets, ASSETS))
         metadata.planner_data = str(answer["digest"])
+
+
+def _file_limit(plans: list[SavePlan]) -> int:
+    """Return how large a file of training state may be: the usual size, more where the number of files would not do."""
+    each = max(1, (MAX_FILES - 2) // len(plans) - SPARE)
+    largest = max(sum(_size(item) for item in plan.items) for plan in plans)
+    return max(FILE, -(-largest // each) if each > 1 else largest + FILE)
+
+
+def _size(item: WriteItem) -> int:
+    if item.tensor_data is None:
+        return 0
+    return int(item.tensor_data.chunk.sizes.numel()) * layout.DTYPES[tensors.NAMES[item.tensor_data.properties.dtype]]
 
 
 def _layout(metadata: Metadata, results: list[list[WriteResult]]) -> Layout:

@@ -65,7 +65,7 @@ def case_a_plain_file() -> None:
 
 
 def case_files_that_changed_places() -> None:
-    with patched(dcp_save, "WEIGHTS_FILE", 400):
+    with patched(dcp_save, "FILE", 400):
         state = {"a": torch.randn(100), "b": torch.randn(100)}
         at = step()
         interlock.save(state, at, assets={})
@@ -194,7 +194,7 @@ def case_assets_that_cannot_be_kept() -> None:
     assert interlock.save({}, step(), assets={"config.json": b"{}"})
     assert refusal_of(lambda: interlock.save({}, step(), assets={"../config.json": b"{}"})) == "malformed.asset_name"
     assert refusal_of(lambda: interlock.save({}, step(), assets={"config.json": "{}"})) == "malformed.state"
-    with patched(dcp_save, "WEIGHTS_FILE", 10):
+    with patched(dcp_save, "FILE", 10):
         assert refusal_of(lambda: interlock.save({}, step(), assets={"config.json": b" " * 11})) == "malformed.state"
 
 

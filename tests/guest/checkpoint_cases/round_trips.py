@@ -103,13 +103,13 @@ def case_a_model_with_its_optimizer_goes_on_as_if_nothing_happened() -> None:
 
 
 def case_weights_are_cut_into_files_and_bring_their_assets() -> None:
-    dcp_save.WEIGHTS_FILE = 100_000
+    dcp_save.FILE = 100_000
     try:
         state = {"large": torch.randn(70_000), "small": torch.randn(11), "more": torch.randn(20_000)}
         at = step()
         digest = interlock.save(state, at, assets={"config.json": b"{}", "tokenizer.json": b"\0" * 50_000})
     finally:
-        dcp_save.WEIGHTS_FILE = 96_000_000
+        dcp_save.FILE = 96_000_000
     into = {n: torch.zeros_like(t) for n, t in state.items()}
     orders()
     assert interlock.load(into, version=digest) == at
@@ -118,6 +118,35 @@ def case_weights_are_cut_into_files_and_bring_their_assets() -> None:
     assert interlock.asset("config.json", version=digest) == b"{}"
     assert len(interlock.asset("tokenizer.json", version=digest)) == 50_000
     assert refusal_of(lambda: interlock.asset("weights.bin", version=digest)) == "not_found.asset"
+
+
+def case_files_are_filled_to_the_last_byte_and_values_are_not_cut() -> None:
+    with_values = {f"t{n}": torch.randn(25) for n in range(8)} | {f"v{n}": "x" * 60 for n in range(4)}
+    into = {n: torch.zeros(25) if n[0] == "t" else None for n in with_values}
+    dcp_save.FILE = 90
+    try:
+        at = step()
+        orders()
+        digest = interlock.save(with_values, at, assets={})
+        assert orders()["asked"].count("save_file") == 14  # 800 bytes in 9 files, 4 values in one each, metadata
+        assert refusal_of(lambda: interlock.save({"v": "x" * 90}, step(), assets={})) == "malformed.state"
+    finally:
+        dcp_save.FILE = 96_000_000
+    assert interlock.load(into, version=digest) == at
+    assert all(same(v, into[n]) if n[0] == "t" else v == into[n] for n, v in with_values.items())
+
+
+def case_training_state_never_needs_too_many_files() -> None:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+    size = torch.Size([10 ** 11])  # 400 GB a rank
+    data = TensorWriteData(ChunkStorageMetadata(torch.Size([0]), size), TensorProperties(torch.float32), size)
+    plan = SavePlan([WriteItem(MetadataIndex("w", (0,)), WriteItemType.SHARD, tensor_data=data)])
+    for ranks in (1, 2, 8, 40, 64):
+        limit = dcp_save._file_limit([plan] * ranks)
+        assert ranks * -(-4 * 10 ** 11 // limit) + 2 <= 128, ranks
+    assert dcp_save._file_limit([SavePlan([])]) == dcp_save.FILE
 
 
 def case_the_newest_is_the_default() -> None:
