@@ -105,8 +105,9 @@ class Calls:
     async def _call(self, exchange: Exchange, kind: str, caller: Caller, known: _Known, started_ns: int) -> None:
         data = await exchange.body()
         asked = READERS[kind](body.read(data))
-        row = known.row = self.directory.find(asked.model, caller)
-        if not self.directory.allowed(row, caller):
+        row, allowed = self.directory.find(asked.model, caller)
+        known.row = row
+        if not allowed:
             await self._permit(caller, row, None, known.call)  # refuses, on record, before any engine is looked for
         line = await self._pool.take(row)
         listening = Listening(line, exchange, self._stops, (line.engine.labels, caller.labels(self._node)), known.call)

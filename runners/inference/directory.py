@@ -50,14 +50,18 @@ class Directory:
         """Decide by the bundle in force."""
         return self._view.decide(call, facts)
 
-    def find(self, name: str, caller: Caller) -> ModelRow:
-        """Return the model of that name. Raises NotFound (``not_found.model``: there is none, or it is not for him)
-        or Stale."""
+    def find(self, name: str, caller: Caller) -> tuple[ModelRow, bool]:
+        """Return the model of that name, and whether policy would allow him to call it.
+
+        One of his own tenant he may know of, allowed or not. Raises NotFound (``not_found.model``: there is none, or
+        it is not for him) or Stale.
+        """
         found = self._known().model(name)
-        if found is None or not (found.tenant == caller.tenant or self.allowed(found, caller)):
+        allowed = found is not None and self.allowed(found, caller)
+        if found is None or not (allowed or found.tenant == caller.tenant):
             raise NotFound("there is no such model, or it is not yours to call", code="model",
                            next_step="see GET /v1/models")
-        return found
+        return found, allowed
 
     def listed(self, caller: Caller) -> list[ModelRow]:
         """Return the models that a caller may call, on whatever terms. Raises Stale."""
