@@ -102,10 +102,10 @@ def start(
     """Place one attempt with its permit. Raises what `issuer.place` and `registry.require_weights` raise."""
     placement = Placement(labels.run, attempt, labels, plan, facts, approval)
 
-    def checked(connection: Connection) -> None:
-        registry.require_weights(connection, plan)
+    def checked(placing: Connection) -> None:
+        registry.require_weights(placing, plan)
         if within is not None:
-            within(connection)
+            within(placing)
 
     key = parts.keys.mint(permit, plan, labels, attempt, parts.desk.epoch())
 

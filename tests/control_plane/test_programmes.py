@@ -1,13 +1,11 @@
 """Partner programmes: who enrols, what it takes, what a node hears of it; what else its snapshot tells."""
 
-import time
 from typing import Any
 
-import pyotp
 import pytest
 from sqlalchemy import update
 
-from control_plane.auth import apikeys, totp
+from control_plane.auth import apikeys
 from control_plane.auth.sessions import hash_of
 from control_plane.store import people, programmes
 from control_plane.store.db import now_us, writing
@@ -15,21 +13,12 @@ from control_plane.store.tables import api_keys, programme_members, sessions
 from interlock.errors import Conflict
 from interlock.signed import Signed
 from policy.snapshot import Snapshot, verify
-from tests.control_plane.conftest import House, Human
+from tests.control_plane.conftest import House
 from tests.control_plane.test_node_link import Link
 from tests.control_plane.test_node_link import link as link  # a fixture
-from tests.control_plane.test_registry import approved, code_of, live, records, register, trained
+from tests.control_plane.test_registry import approved, code_for, code_of, live, records, register, trained
 
 PATH = "/api/programmes/trusted-testers/members"
-
-
-def code_for(house: House, who: Human) -> str:
-    """A code that works now: the person's authenticator is set up anew."""
-    secret = totp.new_secret()
-    with writing(house.parts.engine) as connection:
-        connection.execute(update(people.people).where(people.people.c.id == who.id).values(
-            totp_sealed=totp.seal(house.parts.kek, who.id, secret), totp_last=-1))
-    return pyotp.TOTP(secret).at(int(time.time()))
 
 
 def enrol(house: House, who: str = "olga", **body: Any) -> Any:
