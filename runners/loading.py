@@ -10,7 +10,7 @@ from typing import Any
 from interlock.call import Action, number, text
 from interlock.errors import Denied, Malformed, NotFound, Refusal, Untrusted
 from interlock.event import EventType
-from interlock.manifest import STATE, FileRow, Manifest, verify, verify_digest
+from interlock.manifest import FileRow, Manifest, verify, verify_digest
 from interlock.sealed import unwrap_file_key
 from runners.guest import Answer, Guest, Later
 from runners.room import Room, require_checkpoints
@@ -112,16 +112,10 @@ class Loading:
         run_key = self._room.vault.run_key(guest.run, guest.attempt)
         permit = self._room.gate.own(guest, Action.LOAD)
         self._room.gate.use(permit, Action.LOAD)
-        weights: Load | None = None
         for kept, manifest in self._sound(guest, run_key, step):
-            load = Load(secrets.token_hex(8), manifest, kept, "")
-            if step is not None or manifest.kind == STATE:
-                return load
-            weights = weights or load  # what a run goes on from is its training state, where it has any
-        if weights is None:
-            raise NotFound("this run has no such checkpoint", code="checkpoint",
-                           next_step="begin at step 0, or name a step that was committed")
-        return weights
+            return Load(secrets.token_hex(8), manifest, kept, "")
+        raise NotFound("this run has no such checkpoint", code="checkpoint",
+                       next_step="begin at step 0, or name a step that was committed")
 
     def _sound(self, guest: Guest, run_key: bytes, step: int | None = None) -> Iterator[tuple[Kept, Manifest]]:
         """Yield (kept, manifest) of the run's own checkpoints, newest first; one that is off is told and skipped."""

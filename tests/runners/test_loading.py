@@ -62,14 +62,6 @@ def test_the_newest_own_one_is_offered_and_any_step_by_its_number(door):
         door.ask("load_begin", step=3)
 
 
-def test_a_run_goes_on_from_its_state_not_from_its_weights(door):
-    door.ready()
-    state = door.save(5)
-    weights = door.save(6, kind="weights")
-    assert door.ask("load_begin")["digest"] == state
-    assert door.ask("load_begin", step=6)["digest"] == weights
-
-
 def test_a_broken_one_is_told_once_and_the_older_one_offered(door):
     door.ready()
     old = door.save(1, w=b"old")
