@@ -172,7 +172,11 @@ class Room:
         self._up.set()
         await self._end.wait()
         self.gateway.pool.close_all()
-        await server.shutdown(sockets=[listener])
+        for each in server.servers:
+            each.close()
+        for connection in list(server.server_state.connections):
+            connection.shutdown()
+        await asyncio.gather(*server.server_state.tasks)
         await self.gateway.close()
         listener.close()
 

@@ -58,7 +58,10 @@ class Script:
             if id(answer) in self._stopped:
                 return
             self.made += 1
-            answer.put([token], over=place == len(tokens) - 1)
+            try:
+                answer.put([token], over=place == len(tokens) - 1)
+            except OSError:  # the connection went, and its event with it
+                return
             time.sleep(self.pace_s)
 
     def end(self, answer: Answer) -> None:

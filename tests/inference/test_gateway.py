@@ -354,8 +354,9 @@ def test_an_engine_that_ignores_its_terms_is_cut_off(room: Room) -> None:
     script._say = lambda answer, limit: say(answer, 100)  # type: ignore[method-assign]
     with room.engine("astra", script):
         cut = room.ask("rae", model="astra", max_tokens=90).json()
-        assert (cut["choices"][0]["text"], cut["choices"][0]["finish_reason"]) == ("x" * 32, "length")
-        assert cut["usage"]["completion_tokens"] == 32
+        shown = cut["choices"][0]["text"]  # a piece of several tokens that goes beyond is not shown at all
+        assert 16 <= len(shown) <= 32
+        assert (cut["choices"][0]["finish_reason"], cut["usage"]["completion_tokens"]) == ("length", len(shown))
         assert room.settled("incident.raised")[0].facts["code"] == "untrusted.terms"
         wait_for(lambda: script.aborted_at)
         assert room.ask("pat", model="astra", max_tokens=100).json()["choices"][0]["text"] == "x" * 100  # control
