@@ -8,7 +8,8 @@ import os
 import platform
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -89,9 +90,10 @@ class Door:
         self.ours.settimeout(5)
         self.view, self.store, self.vault = Stub(), Store(self.root), Vault()
         stopped, over = lambda _: self.stop, lambda *_: self.over
+        self._writer = self.record
         gate = BrokerGate(self.view, stopped, self.record, lambda: self.epoch)
         room = Room(self.store, self.vault, gate, leash(stopped, over),
-                    lambda kind, guest, facts: self.record(event_of(kind, guest, facts)))
+                    lambda kind, guest, facts: self._writer(event_of(kind, guest, facts)))
         self.broker = Broker(theirs, KEY, stopped, lambda: self.epoch, over, self.record, Checkpoints(room))
         self._thread = threading.Thread(target=self.broker.serve, daemon=True)
         self._thread.start()
@@ -102,6 +104,16 @@ class Door:
             raise NotRecorded("the disk is full", code="full")
         self.events.append(event)
         return Written(event.id, "s", len(self.events))
+
+    def rewire(self, record: Callable[[Event], Written]) -> None:
+        """Have what saves and loads record written by `record`."""
+        self._writer = record
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 5
+        while not condition():
+            assert time.monotonic() < end
+            time.sleep(0.02)
 
     def kinds(self) -> list[str]:
         return [e.type.value for e in self.events if e.type.value != "gate.decided"]
