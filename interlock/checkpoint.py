@@ -147,21 +147,26 @@ def _from_first_rank(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     import torch.distributed as dist
 
     told: list[dict[str, Any]] = [{}]
+    failure: BaseException | None = None
     if dist.get_rank() == 0:
         try:
             told = [{"found": make()}]
-        except Refusal as refusal:
-            told = [{"refused": refusal.as_json()}]
-        except Stopped as stopped:
-            told = [{"stopped": str(stopped)}]
-        except OSError as error:
-            told = [{"refused": Unavailable(f"rank 0 could not read: {error.strerror}", code="rank").as_json()}]
+        except BaseException as error:  # the others wait: whatever it is, they hear of it
+            told, failure = [_told(error)], error
     dist.broadcast_object_list(told, src=0)
+    if failure is not None:
+        raise failure
     if "found" in told[0]:
         return dict(told[0]["found"])
     if "stopped" in told[0]:
         raise Stopped(told[0]["stopped"])
-    raise from_json(told[0].get("refused", {}))
+    raise from_json(told[0]["refused"])
+
+
+def _told(error: BaseException) -> dict[str, Any]:
+    if isinstance(error, Stopped):
+        return {"stopped": str(error)}
+    return {"refused": (error if isinstance(error, Refusal) else _failed("load", error)).as_json()}
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import interlock
-from interlock import asking, dcp_save
+from interlock import asking, checkpoint, dcp_save
 from interlock.errors import Stopped
 from interlock.tensors import memory, on_host
 
@@ -174,6 +174,14 @@ def case_a_refused_load_is_refused_on_all() -> None:
         odd = {"x": torch.zeros(1 + dist.get_rank())}  # fits on rank 0 alone
         assert refusal_of(lambda: interlock.load(odd, step=at)) == "conflict.layout"
         assert interlock.load({"x": torch.zeros(1)}, step=at) == at
+        kept = checkpoint._begin_answer
+        if dist.get_rank() == 0:
+            checkpoint._begin_answer = lambda *_: 1 / 0
+        try:
+            assert refusal_of(lambda: interlock.load({"x": torch.zeros(1)}, step=at)) == "unavailable.rank"
+        except ZeroDivisionError:
+            assert dist.get_rank() == 0
+        checkpoint._begin_answer = kept
         dist.barrier()
         if dist.get_rank() == 0:
             orders(stopped=True)
