@@ -5,10 +5,12 @@ step, name, offset), so that a chunk fits one place of one file of one run and n
 chunk whose tag failed.
 """
 
+import hashlib
 import mmap
 import os
 import stat
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -76,7 +78,7 @@ class Writer:
             raise Conflict("a sealed file is never written over another", code="file", next_step="write a new file")
         self._fd, self._key, self._run, self._step = fd, key, run, step
         self._header = Header(chunk, os.urandom(7), os.urandom(32), bytes(wrapped))
-        self._buffer = memoryview(bytearray(chunk + TAG))
+        self._buffers = (memoryview(bytearray(chunk + TAG)), memoryview(bytearray(chunk + TAG)))
         self._rows: list[dict[str, object]] = []
         self._known: set[tuple[str, tuple[int, ...]]] = set()
         self._index_size = len(canonical({"items": []}))
@@ -97,11 +99,26 @@ class Writer:
             )
 
     def _seal(self, chunks: Chunks, plain: memoryview) -> None:
-        for number in range(chunks.count):
-            begin, length = chunks.begin(number), chunks.length(number)
-            out = self._buffer[: length + TAG]
-            chunks.seal(number, plain[begin : begin + length], out)
-            self._put(out)
+        """Seal and write one item. Of two buffers one is written while the other is filled; all is written, or its
+        failure raised, when this returns."""
+        if chunks.count == 1:
+            self._put(self._sealed(chunks, 0, plain, self._buffers[0]))
+            return
+        with ThreadPoolExecutor(1) as writing:
+            last: Future[None] | None = None
+            for number in range(chunks.count):
+                out = self._sealed(chunks, number, plain, self._buffers[number % 2])
+                if last is not None:
+                    last.result()
+                last = writing.submit(self._put, out)
+            if last is not None:
+                last.result()
+
+    def _sealed(self, chunks: Chunks, number: int, plain: memoryview, buffer: memoryview) -> memoryview:
+        begin, length = chunks.begin(number), chunks.length(number)
+        out = buffer[: length + TAG]
+        chunks.seal(number, plain[begin : begin + length], out)
+        return out
 
     def add(self, name: str, offset: tuple[int, ...], data: Any) -> int:
         """Seal one item and return its number.
@@ -267,6 +284,23 @@ class Reader:
             item, chunks = self._item(n)
             for number in range(chunks.count):
                 self._open_chunk(chunks, number, item.start, spare[: chunks.length(number)])
+
+    def prove(self) -> str:
+        """Authenticate every chunk and return ``sha256:<hex>`` of the whole file, both at the same time.
+
+        Raises Untrusted, Malformed when the file shrank, OSError.
+        """
+        with ThreadPoolExecutor(1) as hashing:
+            digest = hashing.submit(self._digest)
+            self.verify()
+            return digest.result()
+
+    def _digest(self) -> str:
+        found = hashlib.sha256()
+        for at in range(0, self._source.size, CHUNKS[1]):
+            with self._source.at(at, min(CHUNKS[1], self._source.size - at)) as piece:
+                found.update(piece)
+        return "sha256:" + found.hexdigest()
 
     def close(self) -> None:
         """Give the map back; the descriptor stays the caller's."""

@@ -169,12 +169,12 @@ class Saving:
                 raise Untrusted(f"{name} carries another key than it was given", code="sealed")
             reader = Reader(fd, unwrap_file_key(run_key, wrapped, guest.run, save.step, name), guest.run, save.step)
             try:
-                reader.verify()
+                digest = reader.prove()
                 names = [(i.name, i.offset) for i in reader.items]
             finally:
                 reader.close()
-            row = FileRow(name, os.fstat(fd).st_size, self._room.store.digest_of(fd), wrapped)
-            return row, names
+            self._room.store.remember(fd, digest)
+            return FileRow(name, os.fstat(fd).st_size, digest, wrapped), names
         finally:
             os.close(fd)
 

@@ -179,17 +179,23 @@ class Store:
     def digest_of(self, fd: int) -> str:
         """Return ``sha256:`` over the whole file. One that was hashed before and whose inode says that nothing was
         written since is not read again; what rots below the file system, the seal of each chunk shows."""
-        info = os.fstat(fd)
-        mark = (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
+        mark = _mark(fd)
         with self._lock:
             known = self._digests.get(mark)
         if known is None:
             known = _hash(fd)
-            with self._lock:
-                if len(self._digests) > 4096:
-                    self._digests.clear()
-                self._digests[mark] = known
+            self._keep(mark, known)
         return known
+
+    def remember(self, fd: int, digest: str) -> None:
+        """Keep the digest of a file that was just hashed elsewhere, and that nobody can write."""
+        self._keep(_mark(fd), digest)
+
+    def _keep(self, mark: tuple[int, ...], digest: str) -> None:
+        with self._lock:
+            if len(self._digests) > 4096:
+                self._digests.clear()
+            self._digests[mark] = digest
 
 
 def close_off(path: Path) -> int:
@@ -242,6 +248,12 @@ def read_manifest(folder: Path) -> bytes:
     """Return the bytes of a committed manifest, unverified; raises OSError."""
     with os.fdopen(os.open(folder / MANIFEST, _READ | os.O_NONBLOCK), "rb") as source:
         return source.read(MAX_BYTES + 1)
+
+
+def _mark(fd: int) -> tuple[int, ...]:
+    """Return what the inode says of its content; it changes with every write."""
+    info = os.fstat(fd)
+    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
 
 
 def _sync_file(path: Path) -> None:

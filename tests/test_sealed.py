@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from interlock import chunks, sealed
+from interlock.canon import digest_bytes
 from interlock.errors import Conflict, Malformed, NotFound, Refusal, Untrusted
 from tests.vectors import make_sealed
 
@@ -327,6 +328,21 @@ def test_refuses_when_the_counter_would_overflow() -> None:
             chunks.chunk_count(size, C)
 
 
+@pytest.mark.parametrize("mapped", [True, False])
+def test_prove_checks_every_chunk_and_returns_the_digest_of_the_file(
+    mapped: bool, fd: int, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not mapped:
+        monkeypatch.setattr(mmap, "mmap", _no_map)
+    size = write(fd, DATA, b"", DATA * 9)
+    reader = sealed.Reader(fd, KEY, RUN, STEP)
+    assert reader.prove() == digest_bytes(os.pread(fd, size, 0))
+    spoil(fd, reader.items[2].start - 1)  # the tag of the empty item
+    with pytest.raises(Untrusted):
+        reader.prove()
+    reader.close()
+
+
 # ---- refusals of a writer --------------------------------------------------------------------------
 
 def test_refuses_when_a_name_and_offset_occur_twice(fd: int) -> None:
@@ -363,14 +379,15 @@ def test_refuses_when_the_file_is_not_empty(fd: int) -> None:
     assert write(fd, b"x")
 
 
+@pytest.mark.parametrize("data", [b"x", DATA])  # DATA has several chunks: they are written by another thread
 def test_refuses_to_go_on_when_a_write_failed_or_the_file_is_finished(
-    fd: int, monkeypatch: pytest.MonkeyPatch,
+    data: bytes, fd: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     writer = sealed.Writer(fd, KEY, b"w", RUN, STEP, C)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", _disk_full)
         with pytest.raises(OSError, match="full"):
-            writer.add("w", (), b"x")
+            writer.add("w", (), data)
     for work in (lambda: writer.add("w", (1,), b"x"), writer.finish):
         assert outcome(work) == "conflict.file"
     os.ftruncate(fd, 0)
