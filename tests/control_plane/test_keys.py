@@ -113,6 +113,9 @@ def test_refuses_a_launch_early_when_no_provider_fits_the_tier(lab: Lab) -> None
     refused = house.post("/api/runs", rob, {"plan": wanted, "step_up": step})
     assert code_of(refused) == "denied.provider"
     assert "kms.pkcs11" in refused.json()["error"]["next_step"]
+    critical = plan(tier="critical", **SAVING)  # no person is asked for what cannot start
+    asked = house.post("/api/runs", rob, {"plan": critical, "step_up": proof(house, rob, critical)})
+    assert code_of(asked) == "denied.provider"
     without = plan(tier="high")  # saves nothing, so it needs no key
     answer = house.post("/api/runs", rob, {"plan": without, "step_up": proof(house, rob, without)})
     assert answer.status_code == 201, answer.text
@@ -227,7 +230,8 @@ def test_refuses_a_run_that_a_stop_covers_by_any_scope(lab: Lab) -> None:
         fresh = Lab(lab.house, lab.host, run)
         assert fresh.key()
         lab.house.stop(scope)
-        assert isinstance(fresh.refused(), Halted), scope
+        refused = fresh.refused()
+        assert (type(refused), refused.code) == (Halted, "stopped.order"), scope
         _forget_stops(lab)
     lab.house.stop("run:run_other")
     assert lab.key()
@@ -299,9 +303,11 @@ def test_refuses_a_wrapped_key_that_was_put_under_another_run(lab: Lab) -> None:
     assert mine
     assert theirs
     same = run_keys.run_keys.c.run == lab.run
-    lab.sql(update(run_keys.run_keys).where(same).values(wrapped=theirs.wrapped.data))
+    lab.sql(update(run_keys.run_keys).where(same).values(
+        wrapped=theirs.wrapped.data, context=json.dumps(theirs.context.as_json())))
     assert lab.refused().code == "untrusted.key_context"
-    lab.sql(update(run_keys.run_keys).where(same).values(wrapped=mine.wrapped.data))
+    lab.sql(update(run_keys.run_keys).where(same).values(
+        wrapped=mine.wrapped.data, context=json.dumps(mine.context.as_json())))
     assert lab.key() == key
     lab.sql(run_keys.run_keys.delete().where(same))
     assert lab.refused().code == "not_found.run_key"
