@@ -94,6 +94,8 @@ class Patient(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Begin to wait for the head; a request before the answer to the last one ends the connection."""
         if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # said here: the connection's end is told to its newest request alone
+            self.cycle.message_event.set()
             self.transport.abort()
         super().on_message_begin()
         self._wait_no_more()
