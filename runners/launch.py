@@ -132,7 +132,8 @@ def _start(
     folder = station.folders.run(order.run, order.attempt)
     broker = str(folder / GUEST_SOCKET) if plan.guest else ""
     engine = EngineSeat(str(Path(str(inference.__file__)).resolve().parent), str(folder / ENGINE_SOCKET))
-    names = ((RUN_ENV, order.run), ("INTERLOCK_ATTEMPT", str(order.attempt)))
+    names = ((RUN_ENV, order.run), ("INTERLOCK_ATTEMPT", str(order.attempt)),
+             ("INTERLOCK_WEIGHTS", ",".join(plan.weights)))
     profile = for_plan(
         plan, uid, station.host, code=code, broker=broker, env=names, engine=engine if plan.serve else None,
         environment=environments.chosen(plan.environment, station.environments),

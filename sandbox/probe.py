@@ -107,7 +107,10 @@ def run_one(profile: Profile, probe: Probe, tree: Tree, runtime: Path) -> ProbeR
 
 def applying(profile: Profile) -> tuple[Probe, ...]:
     """Return the probes that mean something in `profile`."""
-    return tuple(p for p in PROBES if not (p.void_with_unix and profile.sockets))
+    return tuple(
+        p for p in PROBES
+        if not (p.void_with_unix and profile.sockets) and not (p.void_with_ranks and profile.ranks > 1)
+    )
 
 
 def run_all(
@@ -122,8 +125,8 @@ def run_all(
     key = (profile.probed_as(), boot_id())
     if not fresh:
         known = _CACHE.get(key) or _from_file(cache, key)
-        if known is not None:
-            return known
+        if known is not None and {r.id for r in known.results} == {p.id for p in applying(profile)}:
+            return known  # one of an older version of ours, with other probes, proves nothing
     results = tuple(run_one(profile, probe, tree, runtime) for probe in applying(profile))
     report = ProbeReport(key[0], profile.shape.name, key[1], results)
     _CACHE[key] = report

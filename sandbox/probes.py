@@ -41,13 +41,15 @@ else:
 @dataclass(frozen=True)
 class Probe:
     """One attempt. `body` is the Python of `attempt()`, with ``{call}`` for system-call numbers; `control`
-    the layers to remove for the positive control; `void_with_unix` whether it means nothing where AF_UNIX is open."""
+    the layers to remove for the positive control; `void_with_unix` whether it means nothing where AF_UNIX is open,
+    `void_with_ranks` where several ranks may read the addresses of their own network namespace."""
 
     id: str
     why: str
     body: str
     control: tuple[str, ...]
     void_with_unix: bool = False
+    void_with_ranks: bool = False
 
     def code(self, numbers: dict[str, int], pids: int, inodes: int, disk_mb: int) -> str:
         """Return the program, with the numbers of this architecture and the limits under test."""
@@ -93,7 +95,9 @@ PROBES = (
     Probe("unix-socket", "programs of the host can be reached by a socket",
           "socket.socket(socket.AF_UNIX).close()", ("filter",), void_with_unix=True),
     Probe("netlink", "the network can be configured or watched",
-          "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0).close()", ("filter",)),
+          "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0).close()", ("filter",), void_with_ranks=True),
+    Probe("netlink-other", "parts of the kernel can be reached that only netlink speaks to",
+          "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 16).close()", ("filter",)),
     Probe("network", "an address outside has a route",
           "s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\ns.connect(('192.0.2.1', 9))", ("network",)),
     Probe("capabilities", "capabilities are left in a set",
