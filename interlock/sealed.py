@@ -180,6 +180,9 @@ class _Source:
             return
         with memoryview(self._map) as whole, whole[offset : offset + size] as piece:
             yield piece
+        if size >= CHUNKS[0]:  # what was read once is not kept in this process's memory
+            first = offset - offset % mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_DONTNEED, first, offset + size - first)
 
     def close(self) -> None:
         if self._map is not None:
