@@ -41,15 +41,25 @@ class Answer:
     failed: bool = False
     last: int = -1
     _new: deque[int] = field(default_factory=deque)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _closed: bool = False
 
     def put(self, tokens: Sequence[int], over: bool = False, failed: bool = False) -> None:
-        """Hand on further tokens (the thread that makes them)."""
-        self._new.extend(tokens)
-        self.made += len(tokens)
-        self.last = tokens[-1] if tokens else self.last
-        self.failed = self.failed or failed
-        self.over = self.over or over
-        os.eventfd_write(self.wake, 1)
+        """Hand on further tokens (the thread that makes them); nothing happens once it is closed."""
+        with self._lock:
+            if self._closed:
+                return
+            self._new.extend(tokens)
+            self.made += len(tokens)
+            self.last = tokens[-1] if tokens else self.last
+            self.failed = self.failed or failed
+            self.over = self.over or over
+            os.eventfd_write(self.wake, 1)
+
+    def close(self) -> None:
+        """Take nothing more: the descriptor's number may soon be another file's, and must not be written to."""
+        with self._lock:
+            self._closed = True
 
     def take(self) -> list[int]:
         """Return the tokens since the last time (the connection's thread)."""
@@ -187,6 +197,7 @@ class Connection:
             elif not over:
                 reason = "aborted"
         finally:
+            answer.close()
             self._model.end(answer)
         frames.send(self._line, frames.done(asked.id, reason, answer.prompt_tokens, told))
 
@@ -231,7 +242,8 @@ class Dialer:
         self._ending.set()
         until = boottime_ms() + 2_000
         for thread in self._threads:
-            thread.join(max(0, until - boottime_ms()) / 1_000)
+            if thread.is_alive():
+                thread.join(max(0, until - boottime_ms()) / 1_000)
 
     def _keep(self) -> None:
         wait = FIRST_WAIT_S

@@ -10,6 +10,7 @@ library that makes tokens gave up.
 
 import argparse
 import json
+import logging
 import os
 import signal
 import sys
@@ -17,7 +18,7 @@ import threading
 from typing import Any, Protocol
 
 from interlock import wire
-from interlock.errors import Halted, Malformed, Refusal, Stopped
+from interlock.errors import Halted, Malformed, Refusal, Stopped, Unavailable
 from interlock.leash import RUN_ENV
 from interlock.permit import boottime_ms
 from interlock.terms import FULL, PROFILES
@@ -61,6 +62,7 @@ def warm_up(kind: Kind, model: Startable) -> None:
         if answer.failed or not answer.over:
             raise Malformed("the model makes no token", code="model")
     finally:
+        answer.close()
         model.end(answer)
         os.close(wake)
 
@@ -82,6 +84,7 @@ def watch(model: Startable, dialer: Dialer, ending: threading.Event) -> int:
         if told_to_end():
             break
         if not model.alive:
+            _complain(Unavailable("the library that makes tokens gave up", code="engine"))
             return BROKEN
         if dialer.silent_ms > ALONE_MS:
             return ALONE
@@ -90,10 +93,10 @@ def watch(model: Startable, dialer: Dialer, ending: threading.Event) -> int:
 
 def serve(kind: Kind, model: Startable, hello: Hello, path: str, ending: threading.Event) -> int:
     """Warm up, dial, and answer until there is a reason to end; returns the status. Raises a Refusal."""
-    model.start()
     dialer = Dialer(path, hello, model)
     try:
         begun = boottime_ms()
+        model.start()
         warm_up(kind, model)
         _say({"ready": "engine", "kind": kind, "context": model.context, "warm_ms": boottime_ms() - begun})
         dialer.start()
@@ -106,6 +109,10 @@ def serve(kind: Kind, model: Startable, hello: Hello, path: str, ending: threadi
 def _say(value: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
+
+
+def _complain(refusal: Refusal) -> None:
+    sys.stderr.write(json.dumps({"error": refusal.as_json()}) + "\n")
 
 
 def _hello(words: argparse.Namespace, kind: Kind, context: int) -> Hello:
@@ -122,6 +129,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--name", required=True)
     words = parser.parse_args(argv)
     os.environ.update(QUIET)
+    logging.disable()
     ending = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ending.set())
     try:
@@ -131,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
         path = os.environ.get(frames.SOCKET_ENV) or frames.SOCKET
         return serve(loaded.kind, loaded.model, _hello(words, loaded.kind, loaded.model.context), path, ending)
     except Refusal as refusal:
-        sys.stderr.write(json.dumps({"error": refusal.as_json()}) + "\n")
+        _complain(refusal)
         return REFUSED
     except Stopped:
         return TOLD

@@ -91,6 +91,7 @@ class Picker(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.draws: dict[str, Draw] = {}
+        self.drawn = 0
         self._rows: list[Draw | None] = []
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
@@ -100,6 +101,7 @@ class Picker(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
         """Remember whose rows come next, in their order."""
         self._rows = [self.draws.get(one.state.request_id) for one in requests_with_new_token]
+        self.drawn += len(self._rows)
         return torch.zeros(len(self._rows), dtype=torch.int32)
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - theirs
@@ -125,7 +127,7 @@ class Batch:
         self.context = min(longest, tokens)
         self._ends, self._picker, self._live = ends, Picker(), dict[str, Answer]()
         self._next, self._lock = 0, threading.Lock()
-        self._manager = model.init_continuous_batching(
+        self._library = model.init_continuous_batching(
             GenerationConfig(do_sample=False, max_new_tokens=1, eos_token_id=sorted(ends) or -1),
             ContinuousBatchingConfig(
                 page_size=PAGE, num_blocks=tokens // PAGE + CONNECTIONS, max_batch_tokens=min(space.batch, tokens),
@@ -135,19 +137,24 @@ class Batch:
         )
         pickers = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([self._picker]))
         pickers.tensors_required = 1
-        self._manager.logit_processor = pickers
+        self._library.logit_processor = pickers
         self._hand_on = threading.Thread(target=self._deliver, name="deliver", daemon=True)
 
     def start(self) -> None:
         """Begin to make tokens."""
         with torch.inference_mode():  # the library's thread takes over the mode of the one that starts it
-            self._manager.start()
+            self._library.start()
         self._hand_on.start()
 
     @property
     def alive(self) -> bool:
         """Return whether tokens can be made; False for good when the library gave up."""
-        return self._manager.is_running() and self._manager.background_thread_status.fatal_error is None
+        return self._library.is_running() and self._library.background_thread_status.fatal_error is None
+
+    @property
+    def made(self) -> tuple[int, int]:
+        """Return how many tokens were made so far, wanted or not, and in how many steps."""
+        return self._picker.drawn, int(getattr(self._library, "current_batch", 0))
 
     def begin(self, prompt: list[int], asked: Complete, wake: int) -> Answer:
         """Add a call to the batch.
@@ -166,7 +173,7 @@ class Batch:
             answer = Answer(f"call_{self._next}", len(prompt), self._ends, wake)
             self._live[answer.id] = answer
         self._picker.draws[answer.id] = Draw.of(asked)
-        self._manager.add_request(
+        self._library.add_request(
             prompt, request_id=answer.id, max_new_tokens=min(asked.max_tokens, left), streaming=True,
             eos_token_id=sorted(self._ends) or -1,
         )
@@ -177,16 +184,17 @@ class Batch:
         self._live.pop(answer.id, None)
         self._picker.draws.pop(answer.id, None)
         if not answer.over:
-            self._manager.cancel_request(answer.id)
+            self._library.cancel_request(answer.id)
 
     def stop(self) -> None:
         """End every call and the threads."""
-        self._manager.stop(block=True, timeout=5, hard_stop=True)
-        self._hand_on.join(timeout=2)
+        self._library.stop(block=True, timeout=5, hard_stop=True)
+        if self._hand_on.is_alive():
+            self._hand_on.join(timeout=2)
 
     def _deliver(self) -> None:
         while self.alive:
-            result = self._manager.get_result(timeout=0.2)
+            result = self._library.get_result(timeout=0.2)
             if result is None:
                 continue
             answer, over = self._live.get(result.request_id), bool(result.is_finished())
@@ -194,7 +202,7 @@ class Batch:
                 answer.put(result.generated_tokens[answer.made:], over, result.error is not None)
             elif not over:
                 # Calls and cancellations come by two queues: one that overtakes its call finds nothing and is lost.
-                self._manager.cancel_request(result.request_id)
+                self._library.cancel_request(result.request_id)
         for answer in list(self._live.values()):
             answer.put((), over=True, failed=True)
 
@@ -219,6 +227,11 @@ class TextModel(TextOnly):
     def alive(self) -> bool:
         """Return whether tokens can be made."""
         return self._batch.alive
+
+    @property
+    def made(self) -> tuple[int, int]:
+        """Return how many tokens were made so far, and in how many steps of the batch."""
+        return self._batch.made
 
     def begin(self, asked: Complete, wake: int) -> Answer:
         """Begin an answer; raises Malformed (``malformed.context``, ``malformed.template``), Unavailable."""
