@@ -13,10 +13,11 @@ from interlock.errors import Conflict, Malformed, NotFound, Untrusted
 from interlock.event import EventType
 from interlock.manifest import KINDS, MAX_ASSETS, MAX_FILES, FileRow, Manifest, file_name
 from interlock.sealed import Reader, unwrap_file_key, wrap_file_key, wrapped_of
+from runners.early_proof import Early, Proof
 from runners.guest import Answer, Guest, Later
 from runners.loading import Loading, listing
 from runners.room import Room, require_checkpoints
-from runners.store import Staging, close_off
+from runners.store import WRITER_MS, Staging, close_off
 
 
 @dataclass
@@ -29,6 +30,7 @@ class Save:
     parent: str | None
     staging: Staging
     files: dict[str, bytes] = field(default_factory=dict)
+    early: Early = field(default_factory=Early)
     committing: bool = False
 
 
@@ -77,6 +79,7 @@ class Saving:
         if len(save.files) >= MAX_FILES:
             raise Malformed(f"a checkpoint has at most {MAX_FILES} files", code="files")
         run_key, key = self._room.vault.run_key(guest.run, guest.attempt), os.urandom(32)
+        save.early.begin(save.files, lambda early: self._prove(guest, save, early, run_key, wait_ms=0))
         wrapped = wrap_file_key(run_key, key, guest.run, save.step, name)
         fd = save.staging.create(name)
         save.files[name] = wrapped
@@ -132,7 +135,7 @@ class Saving:
             raise Malformed("a checkpoint has at least one file", code="files")
         for name in sorted(save.files):
             room.leash(guest)  # a file may take minutes; what is stopped meanwhile is not read on
-            row, names = self._prove(guest, save, name, run_key)
+            row, names = save.early.take(name) or self._prove(guest, save, name, run_key)
             rows.append(row)
             counted += len(names)
             found |= {(name, item) for item, offset in names if not offset}
@@ -156,14 +159,12 @@ class Saving:
         self._loading.follow(guest, digest)
         return Answer({"digest": digest, "bytes": size})
 
-    def _prove(
-        self, guest: Guest, save: Save, name: str, run_key: bytes
-    ) -> tuple[FileRow, list[tuple[str, tuple[int, ...]]]]:
+    def _prove(self, guest: Guest, save: Save, name: str, run_key: bytes, wait_ms: int = WRITER_MS) -> Proof:
         """Return the file's row and its items once nobody can write it and every chunk of it is sealed as told."""
         if name not in save.staging.names():
             raise Untrusted(f"{name} is not in the staging folder", code="files")
         wrapped = save.files[name]
-        fd = close_off(save.staging.folder / name)
+        fd = close_off(save.staging.folder / name, wait_ms)
         try:
             if wrapped_of(fd) != wrapped:
                 raise Untrusted(f"{name} carries another key than it was given", code="sealed")

@@ -198,15 +198,15 @@ class Store:
             self._digests[mark] = digest
 
 
-def close_off(path: Path) -> int:
+def close_off(path: Path, wait_ms: int = WRITER_MS) -> int:
     """Return a read-only descriptor of a file that nobody can write any more: no writer is left, mode 0400.
 
     The kernel grants a read lease only while no descriptor and no shared mapping can write; the folder is closed to
-    the guest, so none comes anew. Raises Conflict (``conflict.open_writer``) after two seconds, OSError.
+    the guest, so none comes anew. Raises Conflict (``conflict.open_writer``) after `wait_ms`, OSError.
     """
     fd = os.open(path, _READ)
     try:
-        until_ms = boottime_ms() + WRITER_MS
+        until_ms = boottime_ms() + wait_ms
         while not _lease(fd):
             if boottime_ms() >= until_ms:
                 raise Conflict(f"{path.name} is still open for writing", code="open_writer",
