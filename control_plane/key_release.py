@@ -2,7 +2,8 @@
 
 Rules:
 1. All conditions are read from our own store, three times: before the gate is asked, right before a key is
-   unwrapped, and in the transaction that keeps the record. A stop that comes in between voids the permit.
+   unwrapped, and in the transaction that keeps the record. A stop that comes in between voids the permit;
+   the question is asked once more and then refused.
 2. A run gets its own run key. Of a version that it loads it gets the file keys that the version's verified manifest
    lists, never the run key of the run that made it.
 3. A stopped run or model gives its key to nobody: neither to itself, nor to an engine, nor to a child.
@@ -59,12 +60,23 @@ def keys_for(parts: Parts, node: str, run: str, attempt: int) -> dict[str, Any]:
     Raises NotFound, Denied, Conflict, Halted, Stale, Unavailable, Untrusted or NotRecorded.
     """
     try:
-        return _released(parts, node, run, attempt)
+        return _again(parts, node, run, attempt)
     except Refusal as refusal:
         parts.desk.note_rarely(f"key {node} {run} {attempt} {refusal.code}", Event(
             EventType.RUN_KEY_REFUSED, f"node/{node}", run=run[:64],
             facts={"attempt": attempt, "node": node, "code": refusal.code}))
         raise
+
+
+def _again(parts: Parts, node: str, run: str, attempt: int) -> dict[str, Any]:
+    """Ask a second time when only the permit was at fault: an order about something else moved the stop epoch, or a
+    slow token outlived it. A node takes such a refusal for a final one."""
+    try:
+        return _released(parts, node, run, attempt)
+    except (Halted, Untrusted) as refusal:
+        if refusal.code not in ("stopped.epoch", "untrusted.permit"):
+            raise
+        return _released(parts, node, run, attempt)
 
 
 def _released(parts: Parts, node: str, run: str, attempt: int) -> dict[str, Any]:
