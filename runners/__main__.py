@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from interlock import origin
-from interlock.errors import Refusal
+from interlock.errors import Refusal, Usage
 
 PACKAGES = ("runners", "sandbox", "killswitch", "policy", "audit")
 
@@ -34,7 +34,7 @@ def _words() -> argparse.ArgumentParser:
     signer.add_argument("public", type=Path)
     ask = orders.add_parser("ask-key", help="ask for a run's keys as this node would; shows what is granted, no key")
     ask.add_argument("run")
-    ask.add_argument("attempt", type=int)
+    ask.add_argument("attempt", help="its number, from 1")
     broker = orders.add_parser("broker", help=argparse.SUPPRESS)
     broker.add_argument("--node", required=True)
     broker.add_argument("--control", required=True, type=int)
@@ -102,10 +102,12 @@ def _ask_key(given: argparse.Namespace) -> None:
     from runners.vault import read_keys
 
     require_root()
+    if not given.attempt.isdecimal():
+        raise Usage("an attempt is named by its number", code="attempt", next_step="interlock runs shows it")
     found = folders(given.state, given.runtime)
     require_joined(found)
     with Upstream(found) as upstream:
-        run_key, files = read_keys(upstream.keys(given.run, given.attempt))
+        run_key, files = read_keys(upstream.keys(given.run, int(given.attempt)))
     names = sorted({f"{version}/{name}" for version, keys in files.items() for name in keys})
     print(json.dumps({"granted": True, "files": names, "run_key": run_key is not None}))
 
