@@ -138,7 +138,6 @@ class SealedWriter(StorageWriter):  # type: ignore[misc]
     def __init__(self, run: str, step: int, kind: str, assets: Mapping[str, bytes]) -> None:
         self._run, self._step, self._kind, self._assets = run, step, kind, assets
         self._rank = 0
-        self._planned = 0
         self.save = ""
 
     def reset(self, _: Any = None) -> None:
@@ -167,7 +166,6 @@ class SealedWriter(StorageWriter):  # type: ignore[misc]
         """Begin the save at the broker and tell its id to every rank. Coordinator only."""
         answer = ask("save_begin", step=self._step, kind=self._kind)
         self.save = str(answer["save"])
-        self._planned = sum(len(plan.items) for plan in plans)
         limit = FILE if self._kind == WEIGHTS else _file_limit(plans)
         return [replace(plan, storage_data=(self.save, limit)) for plan in plans]
 
@@ -195,13 +193,12 @@ class SealedWriter(StorageWriter):  # type: ignore[misc]
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write assets and layout, then commit; the digest goes to all ranks in `metadata.planner_data`.
 
-        Coordinator only. Raises Conflict (``conflict.items``) when an item that was planned was not written.
+        Coordinator only. Raises Conflict (``conflict.items``) when other items were written than planned.
         """
         found = _layout(metadata, results)
-        written = sum(map(len, results))
-        known = sum(len(row.shards) for row in found.tensors.values()) + len(found.values)
-        if not written == self._planned == known:
-            raise Conflict("not every planned item was written", code="items", next_step="save again")
+        planned = sum(len(row.shards) for row in found.tensors.values()) + len(found.values)
+        if sum(map(len, results)) != planned:
+            raise _uncounted("more was written than was planned")
         if len(found.files()) + 2 > MAX_FILES:
             raise Malformed(f"a checkpoint has at most {MAX_FILES} files", code="state", next_step="use fewer ranks")
         files = _Files(self.save, self._run, self._step, FILE)
@@ -226,6 +223,10 @@ def _size(item: WriteItem) -> int:
     return int(item.tensor_data.chunk.sizes.numel()) * layout.DTYPES[tensors.NAMES[item.tensor_data.properties.dtype]]
 
 
+def _uncounted(message: str) -> Conflict:
+    return Conflict(message, code="items", next_step="save again; a writer failed without telling")
+
+
 def _layout(metadata: Metadata, results: list[list[WriteResult]]) -> Layout:
     """Return the layout of what was written; raises Conflict when an item of the plan is missing."""
     parts = {(r.index.fqn, r.index.offset): r.storage_data for rank in results for r in rank}
@@ -239,5 +240,5 @@ def _layout(metadata: Metadata, results: list[list[WriteResult]]) -> Layout:
             shards = tuple(Shard(tuple(c.offsets), tuple(c.sizes), parts[name, c.offsets]) for c in row.chunks)
             rows[name] = TensorRow(tensors.NAMES[row.properties.dtype], tuple(row.size), shards)
     except KeyError:
-        raise Conflict("not every planned item was written", code="items", next_step="save again") from None
+        raise _uncounted("not every planned item was written") from None
     return Layout(rows, values)

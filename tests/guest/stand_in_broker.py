@@ -71,6 +71,8 @@ class StandIn:
             message: dict[str, Any] = {"ok": True, **answer}
         except Refusal as refusal:
             message = {"ok": False, "error": refusal.as_json()}
+        except Exception as error:  # it goes on serving: a guest that waits for ever says less than this
+            message = {"ok": False, "error": Conflict(repr(error), code="stand_in").as_json()}
         try:
             socket.send_fds(peer, [json.dumps(message).encode()], fds)
         finally:

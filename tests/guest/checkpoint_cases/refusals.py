@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import CheckpointException
 import interlock
 from interlock import asking, checkpoint, dcp_save, layout, leash, wire
 from interlock.errors import Conflict, Malformed, NotFound, Refusal, Stopped
+from interlock.opened import OpenFiles, Source
 
 
 @contextmanager
@@ -113,6 +114,15 @@ def case_a_layout_about_other_files_than_the_manifest() -> None:
     orders()
     assert refusal_of(lambda: interlock.load(into, step=at)) == "untrusted.layout"
     assert orders()["asked"].count("load_file") == 1  # the layout's own file, and no other
+    files = OpenFiles(Source("l", "run", 1, frozenset({"r0-0.sealed"})))
+    assert refusal_of(lambda: files.reader("r9-9.sealed")) == "untrusted.layout"
+    assert orders()["asked"] == ["orders"]
+
+    kept, at = layout.Layout.encode, step()
+    without_b = lambda self: kept(replace(self, tensors={"a": self.tensors["a"]}))  # noqa: E731
+    with patched(dcp_save, "FILE", 400), patched(layout.Layout, "encode", without_b):
+        interlock.save({"a": torch.ones(100), "b": torch.ones(100)}, at, assets={})
+    assert refusal_of(lambda: interlock.load({"a": torch.zeros(100)}, step=at)) == "untrusted.layout"
 
 
 class _Sentinel:
@@ -219,16 +229,25 @@ def case_a_write_that_fails_fails_the_save() -> None:
     interlock.save(state, at)
 
 
-def case_an_item_that_was_not_written_fails_the_save() -> None:
+def case_other_items_than_planned_fail_the_save() -> None:
     kept = dcp_save.SealedWriter.write_data
 
     def forgetful(self: Any, plan: Any, planner: Any) -> Any:
         return kept(self, replace(plan, items=plan.items[:-1]), planner)
 
+    def twice(self: Any, plan: Any, planner: Any) -> Any:
+        found = kept(self, plan, planner).value()
+        again: Any = torch.futures.Future()
+        again.set_result(found + found)
+        return again
+
     at = step()
-    with patched(dcp_save.SealedWriter, "write_data", forgetful):
-        assert refusal_of(lambda: interlock.save({"a": torch.ones(3), "b": torch.ones(3)}, at)) == "conflict.items"
+    state = {"a": torch.ones(3), "b": torch.ones(3)}
+    for odd in (forgetful, twice):
+        with patched(dcp_save.SealedWriter, "write_data", odd):
+            assert refusal_of(lambda: interlock.save(state, at)) == "conflict.items"
     assert str(at) not in orders()["steps"]
+    interlock.save(state, at)
 
 
 def case_a_stop_ends_the_loop() -> None:
