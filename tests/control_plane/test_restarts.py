@@ -8,11 +8,12 @@ import pytest
 
 from control_plane import restarts
 from control_plane.lifecycle import Report, take
-from control_plane.store import checkpoints, people, runs
+from control_plane.scheduler import choose
+from control_plane.store import checkpoints, nodes, people, runs
 from control_plane.store.db import now_us, reading, writing
 from interlock.call import new_id
 from interlock.event import Event, EventType
-from tests.control_plane.conftest import House
+from tests.control_plane.conftest import FACTS, House
 from tests.control_plane.test_orders import lift
 
 FAULT: dict[str, Any] = {"exit": 1, "signal": None, "result": "confirmed", "why": "ended"}
@@ -216,3 +217,24 @@ def test_progress_shows_steps_and_checkpoints_to_who_may_look(staffed: House) ->
     eve = staffed.person("eve", "researcher")
     assert staffed.get(f"/api/runs/{run}/progress", eve).status_code == 404
     assert staffed.get(f"/api/runs/{new_id('run')}/progress", rob).status_code == 404
+
+
+def test_refuses_plans_that_no_node_could_carry_out(staffed: House) -> None:
+    """What no node offers is said before people are asked: an environment, a gateway, ranks that can meet."""
+    staffed.host()
+
+    def chosen(**more: Any) -> str:
+        plan = restarts.Plan.from_json({"argv": ["x"], "tier": "none", "tenant": "lab", **more})
+        with reading(staffed.parts.engine) as connection:
+            return choose(connection, plan)
+
+    engine = {"serve": True, "guest": True, "model": "m", "weights": ["sha256:" + "0" * 64], "environment": "guest"}
+    assert [chosen(environment="guest"), chosen(ranks=2), chosen(**engine)] == ["n1"] * 3
+    with writing(staffed.parts.engine) as connection:
+        nodes.set_facts(connection, "n1", {**FACTS, "gateway": False}, now_us())
+    for more, code in (({"environment": "other"}, "not_found.environment"), (engine, "unavailable.gateway"),
+                       ({"ranks": 2, "tier": "high"}, "denied.profile")):
+        with pytest.raises(restarts.Refusal) as refusal:
+            chosen(**more)
+        assert refusal.value.code == code
+        assert refusal.value.next_step
