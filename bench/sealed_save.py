@@ -32,13 +32,19 @@ RUN, KEY = "run_bench", b"k" * 32
 
 # ---- the guest's side: needs torch -----------------------------------------------------------------
 
-def timed(work: Callable[[], object]) -> tuple[float, float]:
-    """Return seconds and how many MiB the peak of resident memory rose above what it was before."""
+def timed(work: Callable[[], object]) -> dict[str, float]:
+    """Return seconds, seconds of CPU here and at the broker, and MiB by which the peak of resident memory rose."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = _status("VmRSS")
-    start = time.perf_counter()
+    cpu, start = _cpu(), time.perf_counter()
     work()
-    return time.perf_counter() - start, (_status("VmHWM") - before) / 1024
+    return {"s": time.perf_counter() - start, "cpu_s": _cpu() - cpu, "mib": (_status("VmHWM") - before) / 1024}
+
+
+def _cpu() -> float:
+    """Return the CPU seconds of this process and of the one that holds the broker."""
+    ticks = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return time.process_time() + sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
 
 def _status(name: str) -> int:
@@ -84,7 +90,7 @@ def guest(folder: Path) -> None:
             if name == "load":
                 print(json.dumps({"cold": True}), flush=True)
                 sys.stdin.readline()
-            found[f"{name}_s"], found[f"{name}_mib"] = timed(work)
+            found.update({f"{name}_{unit}": value for unit, value in timed(work).items()})
             if "load" in name:
                 same()
         shutil.rmtree(plain)
@@ -222,6 +228,8 @@ def summary(rows: list[dict[str, float]]) -> dict[str, float]:
         **{name: median(name) for name in ("save_s", "plain_save_s", "load_s", "load_known_s", "plain_load_s")},
         "save_ratio": ratio("save_s", "plain_save_s"), "load_ratio": ratio("load_s", "plain_load_s"),
         "load_known_ratio": ratio("load_known_s", "plain_load_s"),
+        **{f"{name}_cpu_ratio": ratio(f"{name}_cpu_s", f"plain_{plain}_cpu_s")
+           for name, plain in (("save", "save"), ("load", "load"), ("load_known", "load"))},
         **{f"{name}_extra_mib": round(max(r[f"{name}_mib"] for r in rows), 1)
            for name in ("save", "load", "plain_save", "plain_load")},
         "extra_mib": round(max(max(r["save_mib"], r["load_mib"]) for r in rows), 1),

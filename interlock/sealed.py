@@ -173,14 +173,14 @@ class _Source:
                 self._map = mmap.mmap(fd, self.size, prot=mmap.PROT_READ)
 
     @contextmanager
-    def at(self, offset: int, size: int) -> Iterator[memoryview]:
-        """Give `size` bytes from `offset`."""
+    def at(self, offset: int, size: int, *, keep: bool = False) -> Iterator[memoryview]:
+        """Give `size` bytes from `offset`; with `keep` somebody else is about to read them too."""
         if self._map is None:
             yield memoryview(read_exactly(self._fd, size, offset))
             return
         with memoryview(self._map) as whole, whole[offset : offset + size] as piece:
             yield piece
-        if size >= CHUNKS[0]:  # what was read once is not kept in this process's memory
+        if size >= CHUNKS[0] and not keep:  # what was read once is not kept in this process's memory
             first = offset - offset % mmap.PAGESIZE
             self._map.madvise(mmap.MADV_DONTNEED, first, offset + size - first)
 
@@ -228,10 +228,10 @@ class Reader:
                 self._open_chunk(chunks, number, start, view[begin : begin + length])
         return _items(bytes(plain), self._header.chunk, head, start)
 
-    def _open_chunk(self, chunks: Chunks, number: int, start: int, out: memoryview) -> None:
+    def _open_chunk(self, chunks: Chunks, number: int, start: int, out: memoryview, *, keep: bool = False) -> None:
         """Decrypt chunk `number` of the item that starts at `start` into `out`, which has its length."""
         at = start + number * (self._header.chunk + TAG)
-        with self._source.at(at, len(out) + TAG) as sealed:
+        with self._source.at(at, len(out) + TAG, keep=keep) as sealed:
             chunks.open(number, sealed, out)
 
     def _item(self, n: int) -> tuple[Item, Chunks]:
@@ -282,11 +282,14 @@ class Reader:
 
     def verify(self) -> None:
         """Authenticate every chunk of every item; raises Untrusted, OSError."""
+        self._verify(keep=False)
+
+    def _verify(self, *, keep: bool) -> None:
         spare = memoryview(bytearray(self._header.chunk))
         for n in range(len(self.items)):
             item, chunks = self._item(n)
             for number in range(chunks.count):
-                self._open_chunk(chunks, number, item.start, spare[: chunks.length(number)])
+                self._open_chunk(chunks, number, item.start, spare[: chunks.length(number)], keep=keep)
 
     def prove(self) -> str:
         """Authenticate every chunk and return ``sha256:<hex>`` of the whole file, both at the same time.
@@ -295,7 +298,7 @@ class Reader:
         """
         with ThreadPoolExecutor(1) as hashing:
             digest = hashing.submit(self._digest)
-            self.verify()
+            self._verify(keep=True)
             return digest.result()
 
     def _digest(self) -> str:
