@@ -140,8 +140,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_an_engine_ends_when_no_gateway_is_there() -> None:
-    line, ended = Line(), []
-    waiting = threading.Thread(target=lambda: ended.append(engine.watch(Model(), line, threading.Event())))
+    line, ending, ended = Line(), threading.Event(), []
+    waiting = threading.Thread(target=lambda: ended.append(engine.watch(Model(), line, ending)))
     waiting.start()
     time.sleep(0.1)
     line.silent_ms = engine.ALONE_MS
@@ -149,6 +149,7 @@ def test_an_engine_ends_when_no_gateway_is_there() -> None:
     assert ended == []
     line.silent_ms = engine.ALONE_MS + 1
     waiting.join(2)
+    ending.set()
     assert ended == [engine.ALONE]
 
 

@@ -1,6 +1,7 @@
 """The engine's line without a model: hello, one call after the other, abort, terms, stop sequences, broken frames."""
 
 import json
+import os
 import socket
 import struct
 import threading
@@ -14,6 +15,7 @@ import pytest
 from interlock.errors import Denied, Malformed, NotFound, TooMany
 from interlock.terms import FULL, PROFILES, RESTRICTED
 from runners.inference import frames
+from runners.inference.dialing import Answer
 from runners.inference.frames import Complete, Embed, Hello
 from runners.inference.pieces import Pieces
 from tests.inference.stand_in import VERSION, Script, StandIn
@@ -336,6 +338,22 @@ def test_an_engine_that_ends_says_aborted(board: Switchboard, tmp_path: Path) ->
         wait_for(lambda: script.made > 3)
     reader.join(5)
     assert found[-1]["done"]["reason"] == "aborted"
+
+
+def test_tokens_that_come_late_touch_no_other_file() -> None:
+    """The event's number is free once the call has ended: a late token would be written into whatever has it next."""
+    wake = os.eventfd(0, os.EFD_NONBLOCK)
+    try:
+        late = Answer("a", 1, frozenset(), wake)
+        late.put([1])
+        assert (os.eventfd_read(wake), late.take(), late.made) == (1, [1], 1)
+        late.close()
+        late.put([2], over=True)
+        assert (late.take(), late.made) == ([], 1)
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(wake)
+    finally:
+        os.close(wake)
 
 
 def test_eight_calls_at_once_are_answered_each_with_its_own(board: Switchboard, tmp_path: Path) -> None:
