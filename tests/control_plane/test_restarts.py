@@ -67,6 +67,7 @@ def test_only_what_failed_by_itself_and_provably(staffed: House, outcome: dict[s
     run = failing(staffed, outcome)
     restarts.turn(staffed.parts, {})
     assert (row_of(staffed, run).attempt == 2) is again
+    assert restarts.failed(outcome) is again  # by itself too, whatever state the report led to
 
 
 def test_refuses_a_plan_that_does_not_ask_for_it(staffed: House) -> None:

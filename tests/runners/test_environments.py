@@ -159,6 +159,24 @@ def test_several_ranks_open_what_they_need_and_nothing_else() -> None:
     assert "netlink-other" in {p.id for p in probe.applying(two)}
 
 
+def test_a_report_of_other_probes_than_todays_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, asked = for_plan(plan(), 60_100, HOST), list[str]()
+
+    def run_one(_profile: object, one: probe.Probe, *_: object) -> probe.ProbeResult:
+        asked.append(one.id)
+        return probe.ProbeResult(one.id, "BLOCKED")
+
+    monkeypatch.setattr(probe, "run_one", run_one)
+    monkeypatch.setattr(probe, "_CACHE", {})
+    old = tuple(probe.ProbeResult(p.id, "BLOCKED") for p in probe.applying(made)[1:])
+    key = (made.probed_as(), probe.boot_id())
+    probe._CACHE[key] = probe.ProbeReport(key[0], made.shape.name, key[1], old)
+    for _ in range(2):  # the second is from the cache
+        report = probe.run_all(made, None, Path("/nowhere"))  # type: ignore[arg-type]
+        probe.require(report, made)
+    assert asked == [p.id for p in probe.applying(made)]
+
+
 @pytest.mark.parametrize("tier", [Tier.HIGH, Tier.CRITICAL])
 def test_refuses_ranks_without_tcp(tier: Tier) -> None:
     with pytest.raises(Denied) as refusal:
