@@ -182,5 +182,8 @@ async def _serve(
         await asyncio.wait(tasks[:1], timeout=SHUTDOWN_S + 1)
         for task in (*tasks, summing):
             task.cancel()
-        await asyncio.gather(*tasks, summing, return_exceptions=True)
+        ended = await asyncio.gather(*tasks, summing, return_exceptions=True)
         await gateway.close()
+    for fault in ended:
+        if isinstance(fault, Exception):
+            raise fault  # a gateway that ends by itself says why

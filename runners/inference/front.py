@@ -21,6 +21,7 @@ from runners.inference.exchange import Exchange, Gone, Receive, Scope, Send
 from runners.inference.routes import route_of
 
 HEAD_S = 15.0
+REST_S = 35.0  # a little more than runners/inference/exchange.py gives a body that it reads
 CONNECTIONS = 1_024
 _HOST = re.compile(rb"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?")
 _JSON = re.compile(rb"application/json(\s*;.*)?", re.IGNORECASE)
@@ -76,7 +77,7 @@ def _check_form(exchange: Exchange) -> None:
 
 
 class Patient(HttpToolsProtocol):
-    """HTTP/1.1 for a small door: a bound on open connections, a time for the head of a request, no pipelining.
+    """HTTP/1.1 for a small door: a bound on open connections, a time for each part of a request, no pipelining.
 
     A client that sends its next request before it has the answer would hide from us that it left.
     """
@@ -89,7 +90,7 @@ class Patient(HttpToolsProtocol):
         if len(self.connections) > CONNECTIONS:
             transport.abort()
             return
-        self._late = self.loop.call_later(HEAD_S, transport.abort)
+        self._wait(HEAD_S)
 
     def on_message_begin(self) -> None:
         """Begin to wait for the head; a request before the answer to the last one ends the connection."""
@@ -98,20 +99,26 @@ class Patient(HttpToolsProtocol):
             self.cycle.message_event.set()
             self.transport.abort()
         super().on_message_begin()
-        self._wait_no_more()
-        self._late = self.loop.call_later(HEAD_S, self.transport.abort)
+        self._wait(HEAD_S)
 
     def on_headers_complete(self) -> None:
-        """The head is whole."""
-        self._wait_no_more()
+        """The head is whole: begin to wait for the rest, which goes on arriving even when nobody reads it."""
         super().on_headers_complete()
+        self._wait(REST_S)
+
+    def on_message_complete(self) -> None:
+        """The request is whole; how long its answer takes is not the connection's matter."""
+        super().on_message_complete()
+        self._wait(0)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait for nothing further."""
-        self._wait_no_more()
+        self._wait(0)
         super().connection_lost(exc)
 
-    def _wait_no_more(self) -> None:
+    def _wait(self, seconds: float) -> None:
         if self._late is not None:
             self._late.cancel()
             self._late = None
+        if seconds:
+            self._late = self.loop.call_later(seconds, self.transport.abort)

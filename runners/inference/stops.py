@@ -12,7 +12,7 @@ AGAIN_MS = 200
 
 
 class Stops:
-    """The stop page, for one event loop.
+    """The stop page, for one gateway.
 
     A page that cannot be trusted takes the reader a while to judge, since it looks several times; that answer is kept
     for `AGAIN_MS`, so that a stale page does not hold up the calls that it ends.
@@ -29,8 +29,9 @@ class Stops:
 
     def covering(self, *labels: Labels) -> StopOrder | None:
         """Return an active stop that covers one of `labels`, or None."""
-        if self._stale is not None and self._now_ms() < self._until_ms:
-            return self._stale
+        stale = self._stale  # read once: the gate asks from threads
+        if stale is not None and self._now_ms() < self._until_ms:
+            return stale
         for each in labels:
             order = self._page.stopped(each)
             if order is not None:

@@ -12,15 +12,16 @@ import pytest
 
 from interlock.call import Action
 from interlock.errors import Unavailable, Untrusted
-from interlock.order import ScopeKind
+from interlock.order import Labels, Mode, Scope, ScopeKind, StopOrder
 from interlock.permit import boottime_ms, issue
 from interlock.terms import FULL, PROFILES, RESTRICTED
 from interlock.tier import Tier
 from policy.snapshot import ModelRow
 from runners import gateway_process
-from runners.inference import dispatch, frames
+from runners.inference import dispatch, exchange, frames, front
 from runners.inference.pool import Engine
 from runners.inference.routes import ROUTES
+from runners.inference.stops import Stops
 from tests.inference.gateway_room import NODE, Room, credential, wait_for
 from tests.inference.stand_in import VERSION, Script, StandIn
 
@@ -77,6 +78,38 @@ def test_a_query_is_refused_before_it_could_carry_a_key(room: Room) -> None:
     with room.client() as client:
         assert code(client.get("/v1/models", params={"api_key": credential("rae")})) == "malformed.query"
         assert client.get("/v1/models").status_code == 200
+
+
+def _hung_up(line: socket.socket) -> float:
+    begun = time.monotonic()
+    with contextlib.suppress(ConnectionResetError):
+        while line.recv(4096):
+            pass
+    return time.monotonic() - begun
+
+
+def test_a_client_that_dawdles_is_hung_up_on(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    monkeypatch.setattr(front, "HEAD_S", 0.15)
+    for begun in (b"", head):
+        with socket.create_connection(("127.0.0.1", room.port), timeout=5) as line:
+            line.sendall(begun)
+            assert _hung_up(line) < 1
+    monkeypatch.setattr(front, "REST_S", 0.15)
+    with socket.create_connection(("127.0.0.1", room.port), timeout=5) as line:
+        line.sendall(head + b"content-length: 99\r\n\r\n{")
+        assert _hung_up(line) < 1
+    monkeypatch.setattr(front, "REST_S", 9)
+    monkeypatch.setattr(exchange, "BODY_S", 0.15)
+    with socket.create_connection(("127.0.0.1", room.port), timeout=5) as line:
+        line.sendall(head + b"content-length: 99\r\n\r\n{")
+        assert line.recv(4096).startswith(b"HTTP/1.1 408 ")
+    monkeypatch.setattr(front, "CONNECTIONS", 0)
+    with socket.create_connection(("127.0.0.1", room.port), timeout=5) as line:
+        assert _hung_up(line) < 0.1
+    monkeypatch.undo()
+    with room.client() as client:
+        assert client.get("/healthz").status_code == 200  # control
 
 
 def test_binds_loopback_alone() -> None:
@@ -375,6 +408,31 @@ def test_a_stop_of_model_tenant_or_caller_denies_the_next_call(room: Room) -> No
         assert room.ask("pat", model="nova").status_code == 200  # control
         room.page.stops = []
         assert room.ask("pat").status_code == 200  # control
+
+
+class _StalePage:
+    """A page that cannot be trusted for a while, and counts who looks."""
+
+    def __init__(self) -> None:
+        self.looks, self.stale = 0, True
+
+    def stopped(self, labels: Labels) -> StopOrder | None:
+        self.looks += 1
+        everything = Scope(ScopeKind.EVERYTHING)
+        return StopOrder("stale", everything, Mode.KILL, 0, "stop-page", "stale") if self.stale else None
+
+
+def test_a_stale_page_stops_everything_and_is_not_looked_at_for_each_piece(room: Room) -> None:
+    page, now = _StalePage(), [1_000]
+    stops = Stops(page, lambda: now[0])  # type: ignore[arg-type]
+    labels = room.labels("luna", "run_luna")
+    assert [stops.covering(labels, labels).id for _ in range(5)] == ["stale"] * 5  # type: ignore[union-attr]
+    assert page.looks == 1
+    page.stale = False
+    assert stops.covering(labels) is not None
+    now[0] += 200
+    assert stops.covering(labels) is None  # control: trusted again
+    assert (stops.covering(labels), page.looks) == (None, 3)
 
 
 # --- behind the gate ----------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from tests.inference.stand_in import VERSION
 from tests.runners.conftest import needs_root
 
 pytestmark = [pytest.mark.root, needs_root]
-USER, RUN_UID, OTHER_UID = 60_990, 60_991, 60_992
+USER, RUN_UID, OTHER_UID = 61_990, 61_991, 61_992  # none that a run of this host has
 
 
 def order(**more: object) -> LaunchOrder:
@@ -162,4 +162,4 @@ def test_never_as_root_and_a_port_in_use_is_a_refusal() -> None:
     with pytest.raises(Unavailable) as nobody:
         gateway_line.gateway_ids("no-such-user")
     assert nobody.value.code == "unavailable.gateway_user"
-    assert gateway_line.gateway_ids("60990") == (60_990, 60_990)
+    assert gateway_line.gateway_ids("61990") == (61_990, 61_990)
