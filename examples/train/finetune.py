@@ -78,7 +78,7 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
-        last = float(loss)
+        last = float(loss.detach())
         first = first or last
         interlock.step(n, loss_micro=int(last * 1e6))
     digest = interlock.save({"model": model.state_dict()}, given.steps, assets=assets)
