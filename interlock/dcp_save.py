@@ -23,6 +23,7 @@ from interlock.manifest import MAX_FILES, WEIGHTS, asset_name
 from interlock.sealed import Writer
 
 FILE: Final = 96_000_000  # bytes in the clear; with tags and index it stays below the 100 MB of a file of weights
+STATE_FILE: Final = 32_000_000  # smaller: the broker checks one file while the next one is written
 INDEX_ROOM: Final = 3 << 20
 ROW: Final = 160
 SPARE: Final = 2  # files of a rank that values and a full index may add
@@ -214,7 +215,7 @@ def _file_limit(plans: list[SavePlan]) -> int:
     """Return how large a file of training state may be: the usual size, more where the number of files would not do."""
     each = max(1, (MAX_FILES - 2) // len(plans) - SPARE)
     largest = max(sum(_size(item) for item in plan.items) for plan in plans)
-    return max(FILE, -(-largest // each) if each > 1 else largest + FILE)
+    return max(STATE_FILE, -(-largest // each) if each > 1 else largest + FILE)
 
 
 def _size(item: WriteItem) -> int:

@@ -146,7 +146,7 @@ def case_training_state_never_needs_too_many_files() -> None:
     for ranks in (1, 2, 8, 40, 64):
         limit = dcp_save._file_limit([plan] * ranks)
         assert ranks * -(-4 * 10 ** 11 // limit) + 2 <= 128, ranks
-    assert dcp_save._file_limit([SavePlan([])]) == dcp_save.FILE
+    assert dcp_save._file_limit([SavePlan([])]) == dcp_save.STATE_FILE
 
 
 def case_the_newest_is_the_default() -> None:
