@@ -398,6 +398,24 @@ def test_refuses_to_go_on_when_a_write_failed_or_the_file_is_finished(
         assert outcome(work) == "conflict.file"
 
 
+@pytest.mark.parametrize("failing", [0, 1, 2, 3])
+def test_refuses_when_one_chunk_of_a_large_item_was_not_written(
+    failing: int, fd: int, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The failure of each chunk, the last one too, is raised by the `add` that wrote it."""
+    writer = sealed.Writer(fd, KEY, b"w", RUN, STEP, C)
+    real, calls = os.pwrite, iter(range(9))
+
+    def write_but_one(f: int, data: memoryview, at: int) -> int:
+        return _disk_full() if next(calls) == failing else real(f, data, at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", write_but_one)
+        with pytest.raises(OSError, match="full"):
+            writer.add("w", (), DATA)
+    assert outcome(writer.finish) == "conflict.file"
+
+
 def _disk_full(*_: object) -> int:
     raise OSError(28, "disk is full")
 
