@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from interlock.call import Action
+from interlock.call import Action, Decision, Effect
 from interlock.errors import Unavailable, Untrusted
 from interlock.order import Labels, Mode, Scope, ScopeKind, StopOrder
 from interlock.permit import boottime_ms, issue
@@ -341,6 +341,18 @@ def test_a_partner_gets_the_full_profile_and_others_the_restricted_one(room: Roo
         assert (script.asked[-1].terms, script.asked[-1].max_tokens) == (PROFILES[RESTRICTED], 32)
     decided = [(e.facts["call"]["action"], e.facts["decision"]["effect"]) for e in room.records.of("gate.decided")]
     assert decided == [("infer", "allow"), ("infer", "deny"), ("infer_restricted", "allow")]
+
+
+def test_a_denied_call_is_denied_on_record_before_an_engine_is_looked_for(room: Room) -> None:
+    no = Decision(Effect.DENY, "no_match", "no rule lets him", next_step="ask")
+    allow, room.view.decide = room.view.decide, lambda *_: no  # type: ignore[method-assign]
+    answer = room.ask("rae", model="idle")
+    assert (answer.status_code, code(answer)) == (403, "denied.no_match")
+    decided, = room.records.of("gate.decided")
+    assert answer.json()["error"]["call"] == decided.call
+    assert code(room.ask("eve", model="idle")) == "not_found.model"
+    room.view.decide = allow  # type: ignore[method-assign]
+    assert code(room.ask("rae", model="idle")) == "unavailable.engine"  # control
 
 
 @pytest.mark.parametrize("body", [
