@@ -108,7 +108,7 @@ def _json(source: Source, name: str) -> dict[str, Any]:
 
 
 def _settings(cls: Any, config: Mapping[str, Any]) -> Any:
-    found = cls.from_dict({k: v for k, v in config.items() if not k.endswith(("attn_implementation", "auto_map"))})
+    found = cls.from_dict(dict(config))
     found._attn_implementation = "sdpa"  # a config could name a kernel to be fetched from elsewhere
     return found
 

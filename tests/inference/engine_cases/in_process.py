@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "critical", "TOKENIZERS_PARALLELISM": "false"})
@@ -24,7 +25,7 @@ import interlock  # noqa: E402
 from interlock.errors import Conflict, Malformed, NotFound, Refusal  # noqa: E402
 from interlock.terms import FULL, PROFILES, RESTRICTED  # noqa: E402
 from runners.inference import engine, frames, weights  # noqa: E402
-from runners.inference.dialing import Dialer  # noqa: E402
+from runners.inference.dialing import Answer, Dialer  # noqa: E402
 from runners.inference.frames import Complete, Embed, Hello  # noqa: E402
 from tests.inference.engine_cases import models  # noqa: E402
 from tests.inference.switchboard import Switchboard, answer, text  # noqa: E402
@@ -243,6 +244,43 @@ def _aborts(board: Switchboard, loaded: weights.Loaded) -> None:
         time.sleep(0.3)
         assert loaded.model.made == made, "tokens are still made for a call that was aborted"
     assert board.call(ask())[-1]["done"]["completion_tokens"] == 24
+
+
+class Library:
+    """What the batch talks to, with one result for a call that nobody waits for."""
+
+    def __init__(self, finished: bool) -> None:
+        self.cancelled: list[str] = []
+        self._finished, self._left = finished, 1
+
+    def is_running(self) -> bool:
+        return self._left > 0
+
+    @property
+    def background_thread_status(self) -> SimpleNamespace:
+        return SimpleNamespace(fatal_error=None)
+
+    def cancel_request(self, call: str) -> None:
+        self.cancelled.append(call)
+
+    def get_result(self, timeout: float) -> SimpleNamespace:
+        self._left -= 1
+        done = self._finished
+        return SimpleNamespace(request_id="call_lost", is_finished=lambda: done, generated_tokens=[1], error=None)
+
+
+def case_what_nobody_waits_for_is_cancelled() -> None:
+    _, plain = models.llama()
+    batch = weights.load(plain).model._batch
+    for finished, expected in ((False, ["call_lost"]), (True, [])):
+        batch._library = Library(finished)
+        batch._deliver()
+        assert batch._library.cancelled == expected
+    under_way, over = (Answer(f"call_{n}", 1, frozenset(), os.eventfd(0)) for n in range(2))
+    over.put((), over=True)
+    batch.end(under_way)
+    batch.end(over)
+    assert batch._library.cancelled == ["call_0"]
 
 
 def case_a_model_without_a_template_gets_plain_lines() -> None:
