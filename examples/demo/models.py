@@ -157,7 +157,11 @@ def serve(studio: Studio) -> str:
     """Versions are named by the digest of their sealed manifest, approved by another person, then served."""
     stage = studio.cast.stage
     finished(studio, studio.importing, 60)
-    stage.refused("conflict", "model", "serve", register(studio, BYTES, studio.trained), who="remy")
+    # what a key file sealed is never critical, whoever asks
+    stage.refused("denied.provider", "model", "register", "shortcut", "--run", studio.trained, "--tier", "critical",
+                  who="remy")
+    register(studio, BYTES, studio.trained)
+    stage.refused("conflict", "model", "serve", f"{BYTES}@1", who="remy")
     register(studio, MINILM, studio.importing)
     for name, officer in ((BYTES, "opal"), (MINILM, "oren")):
         approve(studio, name, [officer])
@@ -171,12 +175,11 @@ def serve(studio: Studio) -> str:
     return "two models approved by their digests and served from sealed weights"
 
 
-def register(studio: Studio, name: str, run: str, *more: str) -> str:
-    """Register the newest weights of a run; return NAME."""
+def register(studio: Studio, name: str, run: str, *more: str) -> None:
+    """Register the newest weights of a run."""
     made = studio.cast.stage.must("model", "register", name, "--run", run, *more, who="remy")
     studio.digests[name] = made["version"]
     studio.cast.stage.proof(**{f"version of {name}": f"{made['version'][:23]}…, tier {made['tier']}, {made['state']}"})
-    return name
 
 
 def approve(studio: Studio, name: str, officers: list[str]) -> None:
@@ -202,7 +205,8 @@ def call(studio: Studio) -> str:
     stage.must("partner", "add", PROGRAMME, "pia", "--organisation", "Partner Ltd", "--days", "30", who="otto",
                code=studio.cast.phones["otto"].code())
     client = studio.client("remy")
-    stage.proof(models=", ".join(sorted(m.id for m in client.models.list())))
+    models = wait_for(lambda: known(client), 15, "the gateway does not know the new key")
+    stage.proof(models=", ".join(models))
     text = client.completions.create(model=BYTES, prompt=PROMPT, max_tokens=40, temperature=0).choices[0].text
     stage.proof(completion=f"{PROMPT!r} → {text!r}")
     pieces = [p.choices[0].delta.content or "" for p in client.chat.completions.create(
@@ -216,6 +220,14 @@ def call(studio: Studio) -> str:
         raise StepFailed("an answer is empty, not streamed, or its meaning is lost")
     refusals(studio)
     return f"completion, stream of {len(pieces)} pieces, embeddings {near:.2f} > {apart:.2f}; five refusals; 429"
+
+
+def known(client: openai.OpenAI) -> list[str]:
+    """Return the models that the key may call; none while the gateway has not heard of the key yet."""
+    try:
+        return sorted(m.id for m in client.models.list())
+    except openai.AuthenticationError:
+        return []
 
 
 def refusals(studio: Studio) -> None:
@@ -236,8 +248,9 @@ def refusals(studio: Studio) -> None:
 
 def refused(studio: Studio, what: str, status: int, body: Any, headers: dict[str, str]) -> dict[str, Any]:
     """Post to completions what has to be refused with that HTTP status; print and return its error."""
-    sent = {"content": body} if isinstance(body, bytes) else {"json": body}
-    answer = httpx.post(f"{studio.gateway}/completions", headers=headers, timeout=60, **sent)
+    sent = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = httpx.post(f"{studio.gateway}/completions", content=sent, timeout=60,
+                        headers={"content-type": "application/json", **headers})
     error = answer.json().get("error", {})
     if answer.status_code != status:
         raise StepFailed(f"{what}: {answer.status_code} instead of {status}: {answer.text[:300]}")
@@ -255,8 +268,6 @@ def cosine(one: list[float], two: list[float]) -> float:
 def gate(studio: Studio) -> str:
     """A critical version: sealed under the HSM or not at all; the partner gets it in full, others restricted."""
     cast, stage = studio.cast, studio.cast.stage
-    stage.refused("denied.provider", "model", "register", "shortcut", "--run", studio.trained, "--tier", "critical",
-                  who="remy")
     words = ["--tier", "critical", "--model", FRONTIER, "--weights", BYTES, "--", str(TRAIN / "finetune.py")]
     asked = stage.refused("approval_required", "train", "--no-wait", *words, who="remy",
                           otp=cast.phones["remy"].code())["details"]
@@ -265,6 +276,11 @@ def gate(studio: Studio) -> str:
     placed = stage.must("train", "--detach", "--approval", asked["request"], "--step-up", asked["step_up"], *words,
                         who="remy")
     finished(studio, placed["run"], 90)
+    made = stage.api("olga", "/api/audit/records", run=placed["run"], type="key.made", limit=1)["records"]
+    provider = made[0]["event"]["facts"]["provider"]
+    stage.proof(run_key_of_the_critical_run=f"wrapped by {provider}")
+    if provider != "pkcs11":
+        raise StepFailed(f"a critical run's key is wrapped by {provider}")
     register(studio, FRONTIER, placed["run"])
     approve(studio, FRONTIER, ["olga", "otto"])
     studio.engines[FRONTIER] = started(studio, FRONTIER, cast.phones["remy"].code())["run"]
@@ -291,9 +307,9 @@ def compared(studio: Studio) -> str:
     nobody = httpx.post(f"{studio.gateway}/completions", json=body, timeout=60)
     stage.proof(tools=f"{refusal.status_code} {brief(refusal.json())}", nobody=f"{nobody.status_code} "
                 f"{brief(nobody.json())}")
-    if profile != "restricted" or tokens > 32 or full <= 32 or refusal.status_code != 403 or nobody.status_code != 403:
+    if profile != "restricted" or tokens > 32 or full <= 32 or refusal.status_code != 403 or nobody.status_code != 404:
         raise StepFailed("the restricted profile is not in force")
-    return f"local sealing refused; partner full ({full} tokens), other person restricted ({tokens}), nobody 403"
+    return f"local sealing refused; partner full ({full} tokens), other person restricted ({tokens}), nobody finds it"
 
 
 def answered(studio: Studio, who: str, body: dict[str, Any]) -> int:
@@ -311,7 +327,7 @@ def stop(studio: Studio) -> str:
     stage = studio.cast.stage
     seen, began = "", 0.0
     with httpx.stream("POST", f"{studio.gateway}/completions", timeout=60, json={
-        "model": FRONTIER, "prompt": PROMPT, "max_tokens": 4000, "temperature": 1, "stream": True, "ignore_eos": True,
+        "model": FRONTIER, "prompt": PROMPT, "max_tokens": 4000, "temperature": 1, "stream": True,
     }, headers={"authorization": f"Bearer {studio.keys['pia']}"}) as stream:
         if stream.status_code != 200:
             raise StepFailed(f"the stream was refused: {stream.read().decode()[:300]}")

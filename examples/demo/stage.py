@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pyotp
 from rich.console import Console
 from rich.table import Table
@@ -109,7 +110,8 @@ class Stage:
         start = time.monotonic()
         try:
             what = act()
-        except (StepFailed, KeyError, OSError, ValueError, httpx.HTTPError, subprocess.SubprocessError) as error:
+        except (StepFailed, KeyError, OSError, ValueError, httpx.HTTPError, openai.OpenAIError,
+                subprocess.SubprocessError) as error:
             self.lines.append(Line(title, False, f"{type(error).__name__}: {error}", time.monotonic() - start))
             raise StepFailed(f"step failed: {title}: {error}") from error
         self.lines.append(Line(title, True, what, time.monotonic() - start))

@@ -101,7 +101,7 @@ def batch_of(text: torch.Tensor, step: int, rank: int, size: int, context: int) 
 def config_of(given: argparse.Namespace) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=BYTES + len(SPECIAL), hidden_size=given.width, intermediate_size=given.width * 8 // 3,
-        num_hidden_layers=given.layers, num_attention_heads=max(1, given.width // 32), max_position_embeddings=1024,
+        num_hidden_layers=given.layers, num_attention_heads=max(1, given.width // 32), max_position_embeddings=8192,
         bos_token_id=END, eos_token_id=END, pad_token_id=END, architectures=["LlamaForCausalLM"], dtype="float32",
     )
 

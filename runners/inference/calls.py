@@ -6,11 +6,12 @@ Where the restricted profile is all that policy gives, both questions stand on r
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from interlock.call import Action, new_id
 from interlock.canon import digest_bytes
 from interlock.errors import Denied, Halted, Malformed, Refusal, TooMany
+from interlock.order import Labels
 from interlock.permit import Permit
 from interlock.terms import Terms
 from interlock.tier import Tier
@@ -107,7 +108,7 @@ class Calls:
         asked = READERS[kind](body.read(data))
         row, allowed = self.directory.find(asked.model, caller)
         known.row = row
-        if not allowed:
+        if not allowed or self._stops.covering(self._labels(caller, row)) is not None:
             await self._permit(caller, row, None, known.call)  # refuses, on record, before any engine is looked for
         line = await self._pool.take(row)
         listening = Listening(line, exchange, self._stops, (line.engine.labels, caller.labels(self._node)), known.call)
@@ -157,8 +158,12 @@ class Calls:
                 raise
         return await self._asked(Action.INFER_RESTRICTED, caller, row, line, call)
 
+    def _labels(self, caller: Caller, row: ModelRow) -> Labels:
+        """Return what a stop may cover in this call, engine or not: the caller, and the model with its ancestors."""
+        return replace(caller.labels(self._node), model=row.name, lineage=row.lineage, tier=row.tier)
+
     async def _asked(self, action: Action, caller: Caller, row: ModelRow, line: Line | None, call: str) -> Permit:
-        own = caller.labels(self._node)
+        own = self._labels(caller, row)
         labels, run = ((own,), "") if line is None else ((line.engine.labels, own), line.engine.run)
         gate = Gate(self.directory.decide, lambda _: self._stops.covering(*labels), self._evidence.record,
                     self._stops.epoch)

@@ -137,6 +137,15 @@ def test_a_stop_cuts_a_silent_call_within_half_a_second(room: Room) -> None:
         assert room.settled("infer.answered")[0].facts["outcome"] == "stopped"
 
 
+@pytest.mark.parametrize("name", ["idle", "sol"])
+def test_a_stopped_model_says_so_although_its_engine_is_gone_already(room: Room, name: str) -> None:
+    assert (answer := room.ask("rae", model="idle")).status_code == 503, answer.text
+    room.page.stop(ScopeKind.MODEL, name)
+    answer = room.ask("rae", model="idle")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (423, "stopped")
+    assert [e.facts["decision"]["code"] for e in room.records.of("gate.decided")] == ["stopped"]
+
+
 # --- engines that die ---------------------------------------------------------------------------------
 
 
