@@ -349,48 +349,43 @@ def stop(studio: Studio) -> str:
 
 # --- tamper -------------------------------------------------------------------------------------------------------
 def tamper(studio: Studio) -> str:
-    """Somebody with the disk changes a sealed checkpoint in four ways; each load is refused, nothing is executed."""
+    """Somebody with the disk changes sealed checkpoints in four ways; each load is refused, nothing is executed."""
     stage = studio.cast.stage
     marker = stage.folder / "executed"
     placed = stage.must("train", "--detach", "--model", "tamper", "--", str(TRAIN / "reload.py"), who="remy")
     run = placed["run"]
-    wait_for(lambda: "loads: ok" in told(studio, run), 60, "the run loads nothing", lambda: told(studio, run))
-    step = next((stage.state / "broker" / "store" / run).iterdir())
-    shard = max((p for p in step.glob("*.sealed") if p.name != "metadata.sealed"), key=lambda p: p.stat().st_size)
-    attacks = {
-        "a flipped byte": (shard, lambda d: flipped(d)), "two swapped tensors": (shard, lambda d: swapped(d)),
-        "a plaintext file": (shard, lambda d: random.Random(1).randbytes(len(d))),
-        "a crafted metadata file": (step / "metadata.sealed", lambda _: pickle_bomb(marker)),
+    wait_for(lambda: "loads: ok, step 5" in told(studio, run), 60, "the run loads nothing", lambda: told(studio, run))
+    attacks: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
+        "a flipped byte": ("r0-0.sealed", flipped), "two swapped tensors": ("r0-0.sealed", swapped),
+        "a plaintext file": ("r0-0.sealed", lambda data: random.Random(1).randbytes(len(data))),
+        "a crafted metadata file": ("metadata.sealed", lambda _: pickle_bomb(marker)),
     }
-    for what, (file, change) in attacks.items():
-        stage.proof(**{what: attacked(studio, run, file, change)})
+    for step, (what, (name, change)) in zip(range(5, 1, -1), attacks.items(), strict=True):
+        stage.proof(**{what: attacked(studio, run, step, name, change)})
     stage.must("stop", f"run:{run}", "--reason", "demo: done", who="casey")
     if marker.exists():
         raise StepFailed("a crafted file was executed")
-    return "flipped byte, swapped tensors, plaintext, crafted metadata: refused; nothing was executed"
+    return "flipped byte, swapped tensors, plaintext, crafted metadata: refused, the step before is offered"
 
 
-def attacked(studio: Studio, run: str, file: Path, change: Callable[[bytes], bytes]) -> str:
-    """Change the file, wait for the refusal that the run prints, put it back, wait until it loads again."""
-    good, mode = file.read_bytes(), file.stat()
-    count = len(told(studio, run).splitlines())
+def attacked(studio: Studio, run: str, step: int, name: str, change: Callable[[bytes], bytes]) -> str:
+    """Change a file of the newest step; return the refusal that the run prints before it goes on with an older one."""
+    folder = next((studio.cast.stage.state / "broker" / "store" / run).glob(f"{step}-*"))
+    file = folder / name
+    owner = file.stat()
+    file.write_bytes(change(file.read_bytes()))  # root writes whatever the mode says; inode and owner stay
+    os.chown(file, owner.st_uid, owner.st_gid)
 
-    def put(data: bytes) -> None:
-        file.write_bytes(data)  # root writes whatever the mode says; the inode and its owner stay
-        os.chown(file, mode.st_uid, mode.st_gid)
-
-    def fresh(words: str) -> str:
-        lines = told(studio, run).splitlines()[count:]
+    def fell_back() -> bool:
+        lines = told(studio, run).splitlines()
         if any("WRONG" in line or "BUT" in line for line in lines):
             raise StepFailed(f"a changed file gave values: {lines}")
-        return next((line for line in lines if words in line), "")
+        return any(line == f"loads: ok, step {step - 1}" for line in lines)
 
-    put(change(good))
-    said = str(wait_for(lambda: fresh("loads: refused"), 20, "the change was not noticed"))
-    put(good)
-    count = len(told(studio, run).splitlines())
-    wait_for(lambda: fresh("loads: ok"), 20, "the good file is refused too")
-    return said.removeprefix("loads: ")
+    wait_for(fell_back, 20, "the change was not noticed", lambda: told(studio, run))
+    lines = told(studio, run).splitlines()
+    after = lines[lines.index(f"loads: ok, step {step}") + 1:lines.index(f"loads: ok, step {step - 1}")]
+    return (after[-1].removeprefix("loads: ") if after else "not offered any more") + f"; then step {step - 1} loads"
 
 
 def flipped(data: bytes) -> bytes:
