@@ -89,7 +89,7 @@ class Broker:
 
     def _controlled(self) -> bool:
         """Handle one message of the launcher; returns False when it is gone."""
-        data, fds, _, _ = socket.recv_fds(self._control, CONTROL_LIMIT, 4)
+        data, fds, _, _ = socket.recv_fds(self._control, CONTROL_LIMIT, 4, socket.MSG_CMSG_CLOEXEC)
         if not data:
             return False
         try:

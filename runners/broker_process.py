@@ -6,12 +6,10 @@ Its own uid, no root, no network. What it inherits: the control socket of the la
 import json
 import os
 import signal
-import socket
 from collections.abc import Mapping
 from typing import Any
 
 from audit.spool import Spool
-from interlock.errors import Untrusted
 from interlock.event import EventType
 from killswitch.page import StopPage
 from runners import deadline
@@ -20,29 +18,11 @@ from runners.broker_gate import BrokerGate
 from runners.checkpoints import Checkpoints
 from runners.folders import folders
 from runners.guest import Guest, leash
-from runners.guest_line import peer_uid
+from runners.inherited import close_memory, open_control, read_key
 from runners.room import Room
 from runners.shared_view import SharedView
 from runners.store import Store
-from runners.vault import Vault, close_memory
-
-
-def _read_key(fd: int) -> bytes:
-    with os.fdopen(fd, "rb") as source:
-        key = source.read(33)
-    if len(key) != 32:
-        raise Untrusted("no permit key of 32 bytes came through the pipe", code="permit")
-    return key
-
-
-def _open_control(fd: int) -> socket.socket:
-    control = socket.socket(fileno=fd)
-    control.set_inheritable(False)
-    if peer_uid(control) != 0:
-        raise Untrusted("the control socket was not made by root", code="peer")
-    if os.geteuid() == 0:
-        raise Untrusted("the broker never runs as root", code="uid", next_step="start the node: it starts the broker")
-    return control
+from runners.vault import Vault
 
 
 def serve(state: str, runtime: str, node: str, control_fd: int, key_fd: int) -> None:
@@ -50,7 +30,7 @@ def serve(state: str, runtime: str, node: str, control_fd: int, key_fd: int) -> 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's business
     signal.signal(signal.SIGIO, signal.SIG_IGN)  # what the kernel says when root opens a file that we have a lease on
     close_memory()
-    control, key = _open_control(control_fd), _read_key(key_fd)
+    control, key = open_control(control_fd, "broker"), read_key(key_fd)
     found = folders(state, runtime)
     spool = Spool(found.broker_spool, node, "broker")
     page = StopPage(found.page, found.stop_state)

@@ -5,16 +5,13 @@ other address. It learns of engines by the control socket that it inherited; whe
 does the gateway.
 """
 
-import array
 import asyncio
 import contextlib
-import ctypes
 import json
 import os
 import resource
 import signal
 import socket
-import struct
 from collections.abc import Iterator
 
 import uvicorn
@@ -25,12 +22,12 @@ from killswitch.page import StopPage
 from runners.folders import folders
 from runners.inference.front import Patient
 from runners.inference.gateway import Gateway
+from runners.inherited import close_memory, open_control, read_key
 from runners.shared_view import SharedView
 
 ADDRESS = "127.0.0.1"
-CONTROL_LIMIT = 64 * 1024
+CONTROL_LIMIT, CONTROL_FDS = 64 * 1024, 4
 SHUTDOWN_S = 3
-_PR_SET_DUMPABLE = 4
 
 
 class Listener(uvicorn.Server):
@@ -80,7 +77,8 @@ class Control:
                 await readable.wait()
                 readable.clear()
                 with contextlib.suppress(BlockingIOError):
-                    data, fds = self._read()
+                    data, fds, _, _ = socket.recv_fds(
+                        self._control, CONTROL_LIMIT, CONTROL_FDS, socket.MSG_CMSG_CLOEXEC)
                     if not data:
                         return
                     reply = await self._answer(data, fds)
@@ -89,17 +87,6 @@ class Control:
             return
         finally:
             loop.remove_reader(self._control.fileno())
-
-    def _read(self) -> tuple[bytes, list[int]]:
-        room = socket.CMSG_SPACE(4 * array.array("i").itemsize)
-        data, extra, _, _ = self._control.recvmsg(CONTROL_LIMIT, room, socket.MSG_CMSG_CLOEXEC)
-        found: list[int] = []
-        for level, kind, rights in extra:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                fds = array.array("i")
-                fds.frombytes(rights[: len(rights) - len(rights) % fds.itemsize])
-                found += fds
-        return data, found
 
     async def _answer(self, data: bytes, fds: list[int]) -> dict[str, object]:
         try:
@@ -114,30 +101,8 @@ class Control:
                 os.close(fd)
 
 
-def _read_key(fd: int) -> bytes:
-    with os.fdopen(fd, "rb") as source:
-        key = source.read(33)
-    if len(key) != 32:
-        raise Untrusted("no permit key of 32 bytes came through the pipe", code="permit")
-    return key
-
-
-def _open_control(fd: int) -> socket.socket:
-    control = socket.socket(fileno=fd)
-    control.set_inheritable(False)
-    _, uid, _ = struct.unpack("3i", control.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    if uid == 0 and os.geteuid() != 0:
-        return control
-    control.close()
-    if uid != 0:
-        raise Untrusted("the control socket was not made by root", code="peer")
-    raise Untrusted("the gateway never runs as root", code="uid", next_step="start the node: it starts the gateway")
-
-
-def _keep_memory() -> None:
-    """Prompts lie in this process's memory: no core dump, and no look from another process of this user."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+def _allow_connections() -> None:
+    """Take as many descriptors as the host gives: each client and each engine connection is one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
@@ -145,8 +110,9 @@ def _keep_memory() -> None:
 def serve(state: str | None, runtime: str | None, node: str, control_fd: int, key_fd: int, port: int) -> None:
     """Serve until the launcher goes. Raises Untrusted (root, no key), NotRecorded (no spool), Unavailable."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's business
-    control, key = _open_control(control_fd), _read_key(key_fd)
-    _keep_memory()
+    close_memory()
+    control, key = open_control(control_fd, "gateway"), read_key(key_fd)
+    _allow_connections()
     found = folders(state, runtime)
     spool = Spool(found.gateway_spool, node, "gateway")
     try:

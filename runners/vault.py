@@ -3,31 +3,16 @@
 They come by the control socket, are asked for at each save and load, and go when the attempt ends, a stop covers it
 or its lease is over. Nothing here writes, logs or prints a key. Forgetting overwrites what lies here; the copies that
 Python made on the way (JSON text, the cipher's own) are the interpreter's to free, which is why the process takes
-no core dump and lets nobody of its own uid look in (`close_memory`).
+no core dump and lets nobody of its own uid look in (runners/inherited.py).
 """
 
 import base64
 import binascii
-import ctypes
-import os
-import resource
 from collections.abc import Mapping
 from typing import Any
 
 from interlock.errors import Malformed, Unavailable
 from interlock.sealed import KEY_BYTES
-
-_PR_SET_DUMPABLE, _PR_GET_DUMPABLE = 4, 3
-
-
-def close_memory() -> None:
-    """Keep this process's memory out of core dumps and of debuggers of its own uid; raises Unavailable."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-    if libc.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) != 0:
-        raise Unavailable(f"memory cannot be closed: {os.strerror(ctypes.get_errno())}", code="memory",
-                          next_step="start the node on a kernel that has PR_SET_DUMPABLE")
 
 
 def missing_keys() -> Unavailable:

@@ -21,7 +21,7 @@ from interlock.plan import Plan
 from interlock.tier import Tier
 from killswitch.page import StopPageWriter
 from killswitch.state import StopState
-from runners import gateway_line, gateway_process
+from runners import gateway_line, gateway_process, inherited
 from runners.folders import Folders
 from runners.gateway_line import GatewayLine
 from tests.inference.gateway_room import wait_for
@@ -151,10 +151,41 @@ def test_opens_nothing_but_a_plan_to_serve_one_version_under_a_permit(host: Host
         host.line.open(order(), permit(), RUN_UID, listener)  # control
 
 
+def test_its_memory_is_closed(host: Host) -> None:
+    rows = Path(f"/proc/{host.line.pid}/limits").read_text().splitlines()
+    assert next(r.split()[4:6] for r in rows if r.startswith("Max core file")) == ["0", "0"]
+    with subprocess.Popen(["/usr/bin/sleep", "20"], user=USER, group=USER) as other:
+        try:
+            wait_for(lambda: _readable(other.pid))  # control: an open process of that uid can be looked into
+            assert not _readable(host.line.pid)
+        finally:
+            other.kill()
+
+
+def _readable(pid: int) -> bool:
+    """Return whether another process of the gateway's uid may read the memory map of `pid`."""
+    done = subprocess.run(["/usr/bin/head", "-c", "1", f"/proc/{pid}/maps"], user=USER, group=USER,
+                          capture_output=True, check=False)
+    return done.stdout != b""
+
+
+def test_a_permit_key_of_another_size_is_refused() -> None:
+    def read(key: bytes) -> bytes:
+        read_end, write_end = os.pipe()
+        os.write(write_end, key)
+        os.close(write_end)
+        return inherited.read_key(read_end)
+
+    assert read(b"k" * 32) == b"k" * 32  # control
+    for size in (0, 31, 33):
+        with pytest.raises(Untrusted):
+            read(bytes(size))
+
+
 def test_never_as_root_and_a_port_in_use_is_a_refusal() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, pytest.raises(Untrusted) as refused:
-        gateway_process._open_control(theirs.detach())
+        inherited.open_control(theirs.detach(), "gateway")
     assert refused.value.code == "untrusted.uid"
     with gateway_process.bind(0) as taken, pytest.raises(Unavailable) as used:
         gateway_process.bind(taken.getsockname()[1])
