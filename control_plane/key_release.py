@@ -23,7 +23,7 @@ from control_plane.desk import refuse_if_stopped
 from control_plane.lifecycle import own_attempt
 from control_plane.parts import Parts
 from control_plane.standing import Standing
-from control_plane.store import people, run_keys, runs
+from control_plane.store import people, registry, run_keys, runs
 from control_plane.store.db import reading, writing
 from control_plane.store.run_keys import Registered
 from interlock import manifest
@@ -33,14 +33,11 @@ from interlock.event import Event, EventType
 from interlock.order import Labels, LaunchOrder, Plan
 from interlock.permit import Permit
 from interlock.signed import Signed
-from interlock.tier import Tier
+from interlock.tier import Tier, at_least
 from kms.envelope import RunKey, file_keys
 from kms.provider import LOCAL
 from kms.release import no_lease, release
 from policy.facts import Facts
-
-SERVED = ("approved", "serving")
-_RANK = {tier: rank for rank, tier in enumerate(Tier)}
 
 
 @dataclass(frozen=True)
@@ -171,10 +168,10 @@ def _version(
     if found is None or found.tenant != row.tenant:
         raise NotFound("no such version is registered", code="version", next_step="interlock model list")
     refuse_if_stopped(standing, found.labels)
-    if found.state == "retired" or (plan.serve and found.state not in SERVED):
+    if found.state == registry.RETIRED or (plan.serve and found.state not in registry.OFFERED):
         raise Conflict(f"the version is {found.state}", code="version_state",
                        next_step="interlock model submit, and have it approved")
-    if _RANK[plan.tier] < _RANK[found.tier]:
+    if not at_least(plan.tier, found.tier):
         raise Denied(f"a run of tier {plan.tier.value} gets no weights of tier {found.tier.value}", code="tier",
                      next_step=f"launch at tier {found.tier.value}")
     kept = _key(connection, found.run)

@@ -5,7 +5,7 @@
 2. Tier critical needs a run key that no local provider wrapped; tier high too, unless the settings allow it.
 3. draft → approved by an approval request bound to exactly what is registered; the effect asks everything again.
 4. A plan that names versions is asked for them in the transaction that places each attempt, so that a version that
-   was retired a moment before is in no new attempt.
+   was retired a moment before, or an engine's whose officer has left since, is in no new attempt.
 5. A version is serving exactly while a live attempt reported a warm engine of it. The column follows; pages,
    snapshot and answers read the attempts themselves.
 """
@@ -27,11 +27,11 @@ from interlock.canon import digest
 from interlock.errors import ApprovalRequired, Conflict, Denied, NotFound
 from interlock.event import Event, EventType
 from interlock.order import Plan
-from interlock.tier import PROFILES, Tier
+from interlock.tier import PROFILES, Tier, at_least, highest
 from kms.provider import LOCAL
 
 WEIGHTS = "weights"
-_RANK = {tier: rank for rank, tier in enumerate((Tier.NONE, Tier.HIGH, Tier.CRITICAL))}
+MAX_ANCESTORS = 256  # eight parents with as many stay readable in a snapshot; see also issuer.py, rule 5
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,6 @@ class Draft:
         return tuple(self.lineage["models"])
 
 
-def highest(*tiers: Tier) -> Tier:
-    """Return the most dangerous of `tiers`."""
-    return max(tiers, key=_RANK.__getitem__)
-
-
-def at_least(tier: Tier, floor: Tier) -> bool:
-    """Return whether `tier` is not below `floor`."""
-    return _RANK[tier] >= _RANK[floor]
-
-
 # --- plans that name versions -----------------------------------------------------------------------
 def lineage_of(connection: Connection, plan: Plan) -> tuple[str, ...]:
     """Return the names of the models whose versions `plan` loads, and of their ancestors: a stop of one covers it."""
@@ -82,11 +72,11 @@ def loaded(connection: Connection, plan: Plan) -> list[Row[Any]]:
     return [known[v] for v in plan.weights if v in known and known[v].tenant == plan.tenant]
 
 
-def require_weights(connection: Connection, plan: Plan) -> None:
-    """Refuse a plan that loads what it may not.
+def require_weights(connection: Connection, plan: Plan, owner: str) -> None:
+    """Refuse a plan of `owner` that loads what it may not.
 
     Raises NotFound (``not_found.version``: unknown, or another tenant's), Conflict (``conflict.version_state``:
-    retired; of an engine: not approved), Denied (``denied.tier``: the plan is below a version; ``denied.serve``: the
+    retired; of an engine: not approved), ApprovalRequired (of an engine: an approver left), Denied (``denied.tier``: the plan is below a version; ``denied.serve``: the
     plan of an engine says something else than its version).
     """
     known = {row.digest: row for row in loaded(connection, plan)}
@@ -103,6 +93,8 @@ def require_weights(connection: Connection, plan: Plan) -> None:
         if plan.serve and (row.model != plan.model or row.tier != plan.tier.value):
             raise Denied("an engine serves a version under its own model and tier", code="serve",
                          next_step="interlock model serve NAME")
+        if plan.serve:
+            require_approved(connection, row, owner)
 
 
 def resource_of(row: Row[Any]) -> Resource:
@@ -164,6 +156,9 @@ def _lineage(connection: Connection, plan: Plan, name: str) -> dict[str, Any]:
     """Return where the weights come from. The model that the run was launched for counts as an ancestor too: a stop
     of it covers what it made, under whatever name."""
     models = set(lineage_of(connection, plan)) | {plan.model}
+    if len(models) > MAX_ANCESTORS:
+        raise Conflict(f"these weights descend from more than {MAX_ANCESTORS} models", code="lineage",
+                       next_step="start from a version with fewer ancestors")
     return {
         "parents": list(plan.weights), "models": sorted(models - {name, ""}),
         "datasets": [d.path for d in plan.datasets], "code": [{"name": n, "digest": d} for n, d in plan.code],

@@ -47,3 +47,16 @@ def tier_of(text: object) -> Tier:
         raise Malformed(
             "unknown tier", code="tier", next_step="use one of: none, high, critical"
         ) from None
+
+
+_ORDER = (Tier.NONE, Tier.HIGH, Tier.CRITICAL)
+
+
+def highest(*tiers: Tier) -> Tier:
+    """Return the most dangerous of `tiers`, of which there is at least one."""
+    return max(tiers, key=_ORDER.index)
+
+
+def at_least(tier: Tier, floor: Tier) -> bool:
+    """Return whether `tier` is not below `floor`."""
+    return _ORDER.index(tier) >= _ORDER.index(floor)

@@ -11,13 +11,11 @@ from interlock.call import Action, Call, Decision, Resource, Subject
 from interlock.event import Event, Written
 from interlock.order import Labels, StopOrder
 from interlock.permit import Permit, boottime_ms
-from interlock.tier import Tier
+from interlock.tier import highest
 from policy.facts import Facts
 from policy.gate import Gate
 from policy.snapshot import Snapshot
 from runners.guest import Guest
-
-_RANK = (Tier.NONE, Tier.HIGH, Tier.CRITICAL)
 
 
 class View(Protocol):
@@ -61,7 +59,7 @@ class BrokerGate:
             name = guest.granted.model if guest.granted.serve and guest.granted.model else digest
             resource = Resource("model", name, labels.tenant, labels.tier, labels.lineage)
         else:
-            tier = max(labels.tier, row.tier, key=_RANK.index)
+            tier = highest(labels.tier, row.tier)
             resource = Resource("model", row.name, row.tenant, tier, row.lineage)
         return self._ask(guest, Action.LOAD, resource, own=False)
 

@@ -25,7 +25,7 @@ from interlock.keyfile import read_ed25519, read_private, write_ed25519, write_p
 from interlock.order import Dataset, Labels, Lease, Plan, Scope
 from interlock.permit import MAX_LIFE_MS, Permit, boottime_ms, issue, unseal
 from interlock.signed import STOP, Signed, add_signature, key_id, public_from_text, public_text, sign, verify
-from interlock.tier import PROFILES, Tier, tier_of
+from interlock.tier import PROFILES, Tier, at_least, highest, tier_of
 from tests.vectors.make import LAUNCH, RESUME, STOP_ORDER
 
 quick = settings(max_examples=150, deadline=None, derandomize=True)
@@ -199,6 +199,13 @@ def test_refuses_when_tier_is_unknown() -> None:
         assert caught.value.code == "malformed.tier"
     assert [tier_of(t) for t in ("none", "high", "critical")] == list(Tier)
     assert set(PROFILES) == set(Tier)
+
+
+def test_tiers_have_an_order() -> None:
+    none, high, critical = Tier.NONE, Tier.HIGH, Tier.CRITICAL
+    assert [highest(*t) for t in ((none,), (high, none), (none, critical, high))] == [none, high, critical]
+    assert [[at_least(tier, floor) for floor in (none, high, critical)] for tier in (none, high, critical)] == [
+        [True, False, False], [True, True, False], [True, True, True]]
 
 
 def test_tiers_only_get_stricter() -> None:
