@@ -1,7 +1,7 @@
 """The launcher's end of the broker: starts the process under its own uid and tells it of runs.
 
 A run's guest socket goes with the permit under which it was launched, sealed under a key that only these two
-processes have (runners/own_uid.py); its keys follow once the control plane has released them.
+processes have (runners/unprivileged.py); its keys follow once the control plane has released them.
 """
 
 import base64
@@ -14,7 +14,7 @@ from interlock.errors import Unavailable
 from interlock.order import LaunchOrder
 from interlock.permit import Permit
 from runners.folders import Folders
-from runners.own_uid import OwnUid, user_ids
+from runners.unprivileged import UnprivilegedProgram, user_ids
 
 PROGRAM = "broker"
 BACKLOG = 32
@@ -55,17 +55,17 @@ class BrokerLine:
     """
 
     def __init__(self, found: Folders, node: str, user: str) -> None:
-        self._own = OwnUid(PROGRAM, found, node, user)
+        self._program = UnprivilegedProgram(PROGRAM, found, node, user)
 
     @property
     def pid(self) -> int:
         """Return the process id."""
-        return self._own.pid
+        return self._program.pid
 
     @property
     def alive(self) -> bool:
         """Return whether the process runs."""
-        return self._own.alive
+        return self._program.alive
 
     def open(self, order: LaunchOrder, permit: Permit, uid: int, listener: socket.socket) -> None:
         """Hand over the guest socket of an attempt, with the sealed permit. Raises the broker's refusal.
@@ -73,9 +73,9 @@ class BrokerLine:
         With it goes what the plan lets the run save and load, and what the control plane told in the launch order.
         """
         plan = order.plan
-        self._own.ask({
+        self._program.ask({
             "op": "open", "run": order.run, "attempt": order.attempt, "uid": uid,
-            "labels": order.labels.as_json(), "resource": permit.resource, "permit": permit.seal(self._own.key),
+            "labels": order.labels.as_json(), "resource": permit.resource, "permit": permit.seal(self._program.key),
             "plan": {"checkpoints": plan.checkpoints, "weights": list(plan.weights), "model": plan.model,
                      "serve": plan.serve, "digest": plan.digest()},
             "told": order.facts,
@@ -88,7 +88,7 @@ class BrokerLine:
 
         Args: `run_key` for a plan with checkpoints; `files` version → file → key for the plan's weights.
         """
-        self._own.ask({
+        self._program.ask({
             "op": "keys", "run": run, "attempt": attempt,
             "run_key": None if run_key is None else base64.b64encode(run_key).decode(),
             "files": {v: {n: base64.b64encode(k).decode() for n, k in f.items()} for v, f in files.items()},
@@ -97,10 +97,10 @@ class BrokerLine:
     def close(self, run: str, attempt: int) -> None:
         """Tell the broker that an attempt is over; its socket closes. A broker that is gone is no error."""
         try:
-            self._own.ask({"op": "close", "run": run, "attempt": attempt})
+            self._program.ask({"op": "close", "run": run, "attempt": attempt})
         except Unavailable:
             return
 
     def end(self) -> None:
         """End the process."""
-        self._own.end()
+        self._program.end()

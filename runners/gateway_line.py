@@ -11,7 +11,7 @@ from interlock.errors import Malformed, Unavailable
 from interlock.order import LaunchOrder
 from interlock.permit import Permit
 from runners.folders import Folders
-from runners.own_uid import OwnUid, user_ids
+from runners.unprivileged import UnprivilegedProgram, user_ids
 
 PROGRAM = "gateway"
 USER = "interlock-gateway"
@@ -30,18 +30,18 @@ class GatewayLine:
     """
 
     def __init__(self, found: Folders, node: str, user: str, port: int) -> None:
-        self._own = OwnUid(PROGRAM, found, node, user, ("--port", str(port)))
-        self.port = int(self._own.ready.get("port", port))
+        self._program = UnprivilegedProgram(PROGRAM, found, node, user, ("--port", str(port)))
+        self.port = int(self._program.ready.get("port", port))
 
     @property
     def pid(self) -> int:
         """Return the process id."""
-        return self._own.pid
+        return self._program.pid
 
     @property
     def alive(self) -> bool:
         """Return whether the process runs."""
-        return self._own.alive
+        return self._program.alive
 
     def open(self, order: LaunchOrder, permit: Permit, uid: int, listener: socket.socket) -> None:
         """Hand over the listening engine socket of an attempt. The caller may close his own end afterwards.
@@ -51,16 +51,16 @@ class GatewayLine:
         """
         if not order.plan.serve or len(order.plan.weights) != 1:
             raise Malformed("an engine serves exactly one version", code="serve")
-        self._own.ask({
+        self._program.ask({
             "op": "open", "run": order.run, "attempt": order.attempt, "uid": uid,
             "labels": order.labels.as_json(), "version": order.plan.weights[0], "resource": permit.resource,
-            "permit": permit.seal(self._own.key),
+            "permit": permit.seal(self._program.key),
         }, listener.fileno())
 
     def close(self, run: str, attempt: int) -> None:
         """Tell the gateway that an attempt is over; its connections close. A gateway that is gone is no error."""
         try:
-            self._own.ask({"op": "close", "run": run, "attempt": attempt})
+            self._program.ask({"op": "close", "run": run, "attempt": attempt})
         except Unavailable:
             return
 
@@ -69,11 +69,11 @@ class GatewayLine:
 
         Raises Unavailable (``unavailable.gateway``) when the gateway does not answer.
         """
-        found = self._own.ask({"op": "engines"}).get("engines")
+        found = self._program.ask({"op": "engines"}).get("engines")
         if not isinstance(found, list):
             raise Malformed("the gateway's engines are no list", code="wire")
         return found
 
     def end(self) -> None:
         """End the process."""
-        self._own.end()
+        self._program.end()

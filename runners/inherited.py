@@ -1,4 +1,4 @@
-"""What a program under a user of its own inherits from the launcher (runners/own_uid.py is the launcher's end).
+"""What a program under a user of its own inherits from the launcher (runners/unprivileged.py is the launcher's end).
 
 A control socket that root made, a permit key in a pipe, and nothing else. Keys or prompts will lie in its memory, so
 that is closed before anything is read.
@@ -11,7 +11,7 @@ import socket
 
 from interlock.errors import Unavailable, Untrusted
 from runners.guest_line import peer_uid
-from runners.own_uid import KEY_BYTES
+from runners.unprivileged import KEY_BYTES
 
 _PR_SET_DUMPABLE, _PR_GET_DUMPABLE = 4, 3
 

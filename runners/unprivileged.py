@@ -48,7 +48,7 @@ def user_ids(program: str, user: str) -> tuple[int, int]:
     return found.pw_uid, found.pw_gid
 
 
-class OwnUid:
+class UnprivilegedProgram:
     """One such program. `_lock` keeps one question on the line at a time.
 
     Args: `program` its word on our command line and its folder below the state; `words` further words of it.
