@@ -21,7 +21,8 @@ from runners.inference.exchange import Exchange, Gone
 from runners.inference.filters import Withholder
 from runners.inference.listening import Listening, count, unreadable
 
-DIMENSIONS = 1 << 14
+DIMENSIONS, WIDEST = 1 << 14, 1e30
+FAULT = "unavailable.fault"
 
 
 class Answering:
@@ -58,6 +59,9 @@ class Answering:
             await self._over("truncated" if self._exchange.begun else "error", refusal)
         except asyncio.CancelledError:
             self._note("aborted", "")
+            raise
+        except Exception:  # a fault of ours is on record too, and the front tells the client of it
+            self._note("truncated" if self._exchange.begun else "error", FAULT)
             raise
 
     async def _texts(self) -> None:
@@ -122,7 +126,8 @@ class Answering:
             self._note("ok", "")
 
     async def _over(self, outcome: str, refusal: Refusal | None) -> None:
-        """End an answer that is not whole: record it, then say so to whoever is still there."""
+        """End an answer that is not whole: no further token, then record it, then say so to whoever is still there."""
+        self._listening.leave()
         if not self._written:
             self._shape.usage.completion = self._listening.tokens
             code = "" if refusal is None else refusal.code
@@ -162,6 +167,6 @@ def _rows(value: object, wanted: int) -> list[list[float]]:
     for row in value:
         if not isinstance(row, list) or not 1 <= len(row) <= DIMENSIONS:
             raise unreadable()
-        if not all(isinstance(x, int | float) and not isinstance(x, bool) for x in row):
+        if not all(isinstance(x, int | float) and not isinstance(x, bool) and abs(x) < WIDEST for x in row):
             raise unreadable()
     return value

@@ -14,6 +14,7 @@ from interlock.errors import Refusal
 from policy.snapshot import ModelRow
 from runners.inference.parameters import Asked
 
+_LINE_ENDS = "\x85\u2028\u2029"
 DONE = b"data: [DONE]\n\n"
 # What the libraries of the field call it, by status; they choose their exception by the status alone.
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 405: "invalid_request_error",
@@ -90,8 +91,14 @@ class Shape:
 
 
 def event(value: dict[str, Any]) -> bytes:
-    """Return one server-sent event."""
-    return b"data: " + encode(value) + b"\n\n"
+    """Return one server-sent event.
+
+    Some readers take more than CR and LF for the end of a line, so those are spelled in ASCII, as JSON may.
+    """
+    data = encode(value)
+    for line_end in _LINE_ENDS:
+        data = data.replace(line_end.encode(), b"\\u%04x" % ord(line_end))
+    return b"data: " + data + b"\n\n"
 
 
 def encode(value: dict[str, Any]) -> bytes:

@@ -6,12 +6,16 @@ same goes for NaN, which some refuse. So whatever is not the same for every read
 
 import json
 import math
+import re
 from typing import Any
 
 from interlock.errors import Malformed
 
 LIMIT = 1 << 20
 DEPTH = 32
+VALUES = 16_384
+# A text, to its end or, where it has none, to that of the body: each byte is looked at once, whatever it holds.
+_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 
 
 def malformed(words: str, code: str = "request", **details: str) -> Malformed:
@@ -23,10 +27,12 @@ def read(data: bytes) -> dict[str, Any]:
     """Return the object in `data`.
 
     Raises Malformed (``malformed.size`` over 1 MiB, ``malformed.request``): not UTF-8, not one JSON object, a key
-    that occurs twice after unescaping, NaN or Infinity, half of a surrogate pair, nested over 32 deep.
+    that occurs twice after unescaping, NaN or Infinity, half of a surrogate pair, nested over 32 deep, more than
+    16,384 values.
     """
     if len(data) > LIMIT:
         raise too_large()
+    _count(data)
     try:
         value = json.loads(data.decode(), object_pairs_hook=_once, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):
@@ -40,6 +46,13 @@ def read(data: bytes) -> dict[str, Any]:
 def too_large() -> Malformed:
     """Return the refusal of a body over `LIMIT`."""
     return malformed(f"the body is larger than {LIMIT} bytes", "size")
+
+
+def _count(data: bytes) -> None:
+    """Refuse very many values before one of them is made: all calls wait while a body is read."""
+    rest = _TEXT.sub(b"", data)
+    if rest.count(b",") + rest.count(b"[") + rest.count(b"{") > VALUES:
+        raise malformed(f"the body has more than {VALUES} values")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -108,13 +108,16 @@ def too_many(words: str, code: str, wait_ns: int) -> TooMany:
 
 
 def source_of(address: str) -> str:
-    """Return the name under which callers from `address` share a limit: IPv4 alone, IPv6 by its /64."""
+    """Return the name under which callers from `address` share a limit: IPv4 alone, IPv6 by its /64, all of loopback
+    together: whoever is on this host may call from any of its 16 million addresses."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return "unknown"  # all of them together
+    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
+        found = found.ipv4_mapped
+    if found.is_loopback:
+        return "loopback"
     if isinstance(found, ipaddress.IPv6Address):
-        if found.ipv4_mapped is not None:
-            return str(found.ipv4_mapped)
         return str(ipaddress.ip_network((int(found) >> 64 << 64, 64)))
     return str(found)

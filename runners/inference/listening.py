@@ -19,6 +19,11 @@ from runners.inference.stops import Stops, halted
 
 SILENT_S = 120.0
 DEATH_S, DEATH_LOOK_S = 1.0, 0.05
+_ABOUT_THE_CALL = {
+    "malformed.context": ("the prompt leaves no room for an answer", "send a shorter prompt"),
+    "malformed.template": ("the model's chat template refuses these messages", "send other roles, or use completions"),
+    "malformed.request": ("the model's engine cannot take this call", "see GET /openapi.json"),
+}
 TOKEN_BYTES = 256  # no token of a vocabulary in use is longer
 
 
@@ -38,6 +43,11 @@ class Listening:
             raise halted(order)
         if self._exchange.left.is_set():
             raise Gone
+
+    def leave(self) -> None:
+        """Hang up unless the answer was read to its end: nothing more is made for it, however long the rest takes."""
+        if self._line.asked and not self.whole:
+            self._line.drop()
 
     async def frame(self) -> dict[str, Any]:
         """Return the next frame of the answer.
@@ -87,7 +97,7 @@ class Listening:
         while True:
             frame = await self.frame()
             if "done" in frame:
-                self.end, self.whole = _done(frame["done"], most), True
+                self.end, self.whole = _done(frame["done"], self.tokens, most), True
                 return
             piece, made = frame.get("delta"), count(frame, "tokens")
             if not isinstance(piece, str):
@@ -101,12 +111,13 @@ class Listening:
                 yield piece
 
 
-def _done(value: object, most: int) -> dict[str, Any]:
-    """Return the last frame of an answer in text."""
+def _done(value: object, told: int, most: int) -> dict[str, Any]:
+    """Return the last frame of an answer in text of which `told` tokens were passed on."""
     if not isinstance(value, dict) or value.get("reason") not in ("stop", "length"):
         raise unreadable()  # `aborted` too: the engine is ending, and the answer is not whole
     count(value, "prompt_tokens")
-    count(value, "completion_tokens", most)
+    if count(value, "completion_tokens", most) < told:
+        raise unreadable()  # fewer than it sent: what is on record would be less than what was given
     return value
 
 
@@ -124,8 +135,12 @@ def unreadable() -> Unavailable:
 
 
 def _of_engine(refusal: Refusal) -> Refusal:
-    """Return an engine's refusal as ours: what it says of the call is passed on, a fault of its own is a 502."""
-    if isinstance(refusal, Malformed):
-        code = refusal.code.partition(".")[2] or None
-        return Malformed(refusal.message[:300], code=code, next_step=refusal.next_step[:300])
+    """Return an engine's refusal as ours: what it says of the call by its code, a fault of its own as a 502.
+
+    Its own words go nowhere: they could hold what the terms of the call withhold, or what a record must not.
+    """
+    found = _ABOUT_THE_CALL.get(refusal.code)
+    if found is not None:
+        words, step = found
+        return Malformed(words, code=refusal.code.partition(".")[2], next_step=step)
     return Unavailable("the engine could not answer", code="engine_lost", next_step="try again")

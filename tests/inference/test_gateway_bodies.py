@@ -1,6 +1,7 @@
 """Bodies and parameters: one meaning for every reader, known fields alone, bounds. Pure."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -36,6 +37,28 @@ def test_refuses_a_large_body_and_takes_one_of_just_that_size() -> None:
     assert len(fits) == body.LIMIT
     body.read(fits)
     assert refused(fits + b" ") == "malformed.size"
+
+
+@pytest.mark.parametrize("many", [b"[],", b"1,", b"{},", b'"",', b'{"a":[]},', b'"\\"",', b'"\\\\",'])
+def test_refuses_very_many_values_before_one_of_them_is_made(many: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = b'{"a":[' + many * 5_000 + b'0]}'
+    assert len(body.read(few)["a"]) == 5_001  # control
+    monkeypatch.setattr("json.loads", lambda *_, **__: pytest.fail("it was read"))
+    assert refused(b'{"a":[' + many * 20_000 + b'0]}') == "malformed.request"
+
+
+@pytest.mark.parametrize("text", ["a,[{" * 200_000, '\\"[,' * 150_000, "\\\\" * 200_000, "\u20ac," * 100_000])
+def test_a_long_text_is_one_value_whatever_it_holds(text: str) -> None:
+    begun = time.thread_time()
+    assert body.read(json.dumps({"a": text, "b": [text[:9]]}).encode())["a"] == text
+    assert time.thread_time() - begun < 0.5
+
+
+@pytest.mark.parametrize("data", [b'"' * 500_000, b'\\"' * 500_000, b'"\\' * 500_000, b'{"a":"' + b"x" * 900_000])
+def test_a_text_without_end_costs_no_time(data: bytes) -> None:
+    begun = time.thread_time()
+    assert refused(data) == "malformed.request"
+    assert time.thread_time() - begun < 0.5
 
 
 @pytest.mark.parametrize("more", [

@@ -84,6 +84,7 @@ def test_slots_come_back_however_the_block_ends() -> None:
     ("203.0.113.7", "203.0.113.7"), ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
     ("2001:db8:1:2::", "2001:db8:1:2::/64"), ("::ffff:203.0.113.7", "203.0.113.7"),
     ("fe80::1%eth0", "fe80::/64"), ("nonsense", "unknown"),
+    ("127.0.0.1", "loopback"), ("127.9.8.7", "loopback"), ("::1", "loopback"), ("::ffff:127.0.0.2", "loopback"),
 ])
 def test_who_shares_a_limit(address: str, name: str) -> None:
     assert source_of(address) == name

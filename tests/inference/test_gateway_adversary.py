@@ -1,0 +1,159 @@
+"""Hostile engines, local flooders, callers with tricks: what they must not get, take or hold up."""
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from interlock.order import ScopeKind
+from runners.inference import frames
+from runners.inference.pool import Engine
+from tests.inference.gateway_room import Room, credential, wait_for
+from tests.inference.stand_in import VERSION, Script
+
+Answer = Callable[[str], list[dict[str, Any]]]
+
+
+@contextlib.contextmanager
+def hostile(room: Room, model: str, answer: Answer, kind: frames.Kind = "text") -> Iterator[Engine]:
+    """Serve `model` by an engine that answers each call, told its id, with any frames at all."""
+    path, run = str(room.folder / "h.sock"), f"run_{model}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(path)
+        listener.listen(4)
+        engine = Engine(run, 1, os.getuid(), room.labels(model, run), VERSION)
+        room.soon(room.gateway.pool.open(engine, listener.dup()))
+
+    def speak() -> None:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+            line.connect(path)
+            frames.send(line, frames.Hello(run, 1, VERSION, kind, 4096, model).as_json())
+            while (asked := frames.receive(line)) is not None:
+                for frame in answer(str(asked["id"])):
+                    frames.send(line, {"id": asked["id"], **frame})
+
+    thread = threading.Thread(target=speak, daemon=True)
+    thread.start()
+    try:
+        wait_for(lambda: engine.ready)
+        yield engine
+    finally:
+        room.call(room.gateway.pool.close, run, 1)
+        thread.join(5)
+        assert not thread.is_alive()
+        os.unlink(path)
+
+
+def end(tokens: int) -> dict[str, Any]:
+    return {"done": {"reason": "stop", "prompt_tokens": 1, "completion_tokens": tokens}}
+
+
+# --- an engine that lies ------------------------------------------------------------------------------
+
+
+def test_the_words_of_an_engines_refusal_reach_neither_caller_nor_record(room: Room) -> None:
+    said = {"code": "malformed.CANARY" + "x" * 500, "message": "see http://CANARY.example", "next_step": "CANARY@b.c",
+            "details": {"field": "CANARY", "call": "CANARY", "retry_after_s": "CANARY"}}
+    for code, status in (("malformed.context", 422), (said["code"], 502), ("malformed.size", 502), (["CANARY"], 502)):
+        with hostile(room, "astra", lambda _, code=code: [{"error": {**said, "code": code}}]):  # type: ignore[misc]
+            answer = room.ask("rae", model="astra")
+        assert answer.status_code == status
+        assert "CANARY" not in answer.text + repr(answer.headers)
+        if status == 422:
+            assert answer.json()["error"]["code"] == "malformed.context"  # control: what it was about is told
+    wait_for(lambda: len(room.records.of("infer.answered")) == 4)
+    assert "CANARY" not in repr([e.as_json() for e in room.records.events])
+
+
+@pytest.mark.parametrize("number", [10**400, 1e200, -(10**400)], ids=["huge", "wide", "deep"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_vector_that_is_no_vector_ends_on_record(room: Room, number: float, packed: bool) -> None:
+    form: dict[str, Any] = {"model": "words", "input": "x", "encoding_format": "base64" if packed else "float"}
+    with hostile(room, "words", lambda _: [{"vectors": [[0.5]], "prompt_tokens": 1}], "embedding"):
+        assert room.ask("rae", "/v1/embeddings", **form).status_code == 200  # control
+    with hostile(room, "words", lambda _: [{"vectors": [[number]], "prompt_tokens": 1}], "embedding"):
+        answer = room.ask("rae", "/v1/embeddings", **form)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "unavailable.engine_lost")
+    assert [e.facts["outcome"] for e in room.settled("infer.answered", 2)] == ["ok", "error"]
+
+
+def test_a_fault_of_ours_in_an_answer_is_on_record(room: Room, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    def fault(*_: object) -> bytes:
+        raise OverflowError("CANARY")
+
+    monkeypatch.setattr("runners.inference.answers.Shape.whole", fault)
+    with room.engine("nova"):
+        assert room.ask("rae", model="nova").json()["error"]["code"] == "unavailable.fault"
+    assert len(room.settled("infer.answered")) == 1  # durable before its last byte, so it stands as answered
+    monkeypatch.setattr("runners.inference.answers.Shape.piece", fault)
+    with room.engine("luna"):
+        assert '"code":"unavailable.fault"' in room.ask("rae", stream=True).text
+    found = room.settled("infer.answered", 2)[1]
+    assert (found.facts["outcome"], found.facts["code"]) == ("truncated", "unavailable.fault")
+    assert "CANARY" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("told", "status"), [(5, 200), (6, 200), (4, 502), (0, 502)])
+def test_an_engine_cannot_have_said_more_than_it_counts(room: Room, told: int, status: int) -> None:
+    with hostile(room, "luna", lambda _: [{"delta": "hello", "tokens": 5}, end(told)]):
+        assert room.ask("rae").status_code == status
+    found = room.settled("infer.answered")[0].facts
+    assert found["tokens_out"] == max(told, 5)
+
+
+# --- somebody on this host ----------------------------------------------------------------------------
+
+
+def test_all_of_loopback_shares_the_anonymous_limit(room: Room) -> None:
+    def ask(place: int, key: str = "") -> int:
+        way = httpx.HTTPTransport(local_address=f"127.0.0.{place}", verify=False)
+        headers = {"authorization": f"Bearer {credential(key)}"} if key else {}
+        with httpx.Client(transport=way, base_url=f"http://127.0.0.1:{room.port}", headers=headers) as client:
+            return client.get("/v1/models").status_code
+
+    begun = time.monotonic()
+    admitted = [ask(place) for place in range(2, 14)].count(200)
+    assert admitted <= 3 + 3 * (time.monotonic() - begun)
+    assert ask(99, "rae") == 200  # control: who shows a key is counted by it
+
+
+# --- a caller with tricks -----------------------------------------------------------------------------
+
+
+def stalled(room: Room) -> socket.socket:
+    """Open a stream and read nothing of it."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", room.port))
+    body = b'{"model":"luna","prompt":"x","stream":true,"max_tokens":4096}'
+    client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                   b"Authorization: Bearer %b\r\nContent-Length: %d\r\n\r\n%b"
+                   % (credential("rae").encode(), len(body), body))
+    return client
+
+
+def test_a_stop_ends_the_making_of_tokens_although_the_client_reads_nothing(room: Room) -> None:
+    script = Script(text="x" * 4096, pace_s=0.001)
+    with room.engine(script=script), contextlib.closing(stalled(room)):
+        wait_for(lambda: script.made > 20)  # control: it is under way
+        room.page.stop(ScopeKind.SUBJECT, "rae")
+        wait_for(lambda: script.aborted_at, 2)
+        at = script.made
+        time.sleep(0.1)
+        assert script.made <= at + 1
+
+
+def test_line_ends_of_other_readers_do_not_break_an_event(room: Room) -> None:
+    text = "a\u2028b\u2029c\x85d\r\ne"
+    with room.engine(script=Script(text=text)), room.client("rae") as client:
+        answer = client.post("/v1/completions", json={"model": "luna", "prompt": "x", "stream": True})
+        assert answer.text.splitlines() == answer.text.split("\n")[:-1]
+        pieces = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+        found = "".join(httpx.Response(200, content=p).json()["choices"][0]["text"] for p in pieces)
+    assert found == text
