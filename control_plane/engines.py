@@ -49,9 +49,9 @@ def _engine_of(connection: Connection, attempt: Row[Any]) -> Plan:
     assert run is not None
     plan = Plan.from_json(json.loads(run.plan))
     if not plan.serve:
-        raise Conflict("that run is no engine", code="engine")
+        raise Conflict("that run is no engine", code="engine", next_step="interlock model show NAME lists engines")
     if run.attempt != attempt.attempt or attempt.state in runs.OVER:
-        raise Conflict(f"that attempt is {attempt.state}", code="run_state")
+        raise Conflict(f"that attempt is {attempt.state}", code="run_state", next_step="see interlock runs")
     if attempt.state != "live":
         raise Unavailable("that attempt is not live here yet", code="run_state", next_step="say it again")
     return plan

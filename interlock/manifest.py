@@ -202,7 +202,8 @@ def verify(data: bytes, run_key: bytes) -> Manifest:
     """Return the manifest when its MAC is by `run_key`; raises Untrusted (`untrusted.manifest`), Malformed."""
     body, mac = _open(data)
     if not hmac.compare_digest(mac, _mac(run_key, body)):
-        raise Untrusted("a manifest was not written by the owner of this run's key", code="manifest")
+        raise Untrusted("a manifest was not written by the owner of this run's key", code="manifest",
+                        next_step="load an older step; somebody altered the store")
     return _from_body(body)
 
 
@@ -213,5 +214,6 @@ def verify_digest(data: bytes, digest: str) -> Manifest:
     """
     body, _ = _open(data)
     if not hmac.compare_digest(canon.digest(body), digest):
-        raise Untrusted("a manifest is not the one that was registered", code="digest")
+        raise Untrusted("a manifest is not the one that was registered", code="digest",
+                        next_step="restore the checkpoint in the broker's store; somebody altered it")
     return _from_body(body)

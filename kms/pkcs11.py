@@ -113,7 +113,8 @@ class Token:
         leave two keys under one label."""
         def work() -> None:
             if self._found(_label(version)):
-                raise Conflict("the token has a key under that label", code="key_exists")
+                raise Conflict("the token has a key under that label", code="key_exists",
+                               next_step="rotate again: the next number is free")
             self._session.generate_key(
                 KeyType.AES, 256, label=_label(version), store=True, template=dict(_TEMPLATE),
                 capabilities=MechanismFlag.ENCRYPT | MechanismFlag.DECRYPT)

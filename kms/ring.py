@@ -177,7 +177,8 @@ class KeyRing:
         with self._alone():
             state = self._read()
             if not 1 <= version <= state.newest:
-                raise Denied(f"the minimum is a version from 1 to {state.newest}", code="kek_version")
+                raise Denied(f"the minimum is a version from 1 to {state.newest}", code="kek_version",
+                             next_step="rotate first, then rewrap what is below the new minimum")
             self._write(replace(state, minimum=version))
 
     def disable(self) -> None:

@@ -172,7 +172,8 @@ def _read(path: Path) -> bytes:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise Unavailable(f"cannot read {path.name}: {error.strerror}", code="shared") from None
+        raise Unavailable(f"cannot read {path.name}: {error.strerror}", code="shared",
+                          next_step="start the node again: it writes the file anew") from None
     with os.fdopen(fd, "rb") as source:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode) or info.st_uid not in (0, os.geteuid()) or info.st_mode & 0o022:
@@ -196,5 +197,5 @@ def _signers(path: Path) -> list[dict[str, Any]]:
     except ValueError:
         rows = None
     if not isinstance(rows, list) or not all(isinstance(r, dict) for r in rows):
-        raise Untrusted("signers.json is no list of signers", code="shared")
+        raise Untrusted("signers.json is no list of signers", code="shared", next_step="start the node again")
     return rows

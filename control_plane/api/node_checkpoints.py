@@ -68,7 +68,8 @@ def take(parts: Parts, node: str, run: str, attempt: int, data: bytes) -> str:
 def _verified(parts: Parts, data: bytes, kept: RunKey | None) -> manifest.Manifest:
     """Return the manifest when its MAC is by that run key. The provider is asked outside of any transaction."""
     if kept is None:
-        raise NotFound("that run has no run key, so it commits no checkpoints", code="run_key")
+        raise NotFound("that run has no run key, so it commits no checkpoints", code="run_key",
+                       next_step="restore the database: the key of a run is kept with the run")
     return manifest.verify(data, parts.keys.named(kept.wrapped.provider).unwrap(kept.wrapped, kept.context))
 
 

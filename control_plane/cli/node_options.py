@@ -101,7 +101,7 @@ def environment(row: str) -> str:
 def folder(path: Path) -> Path:
     """Return a data root as it is on disk; raises Usage (``usage.data_root``)."""
     if not path.is_dir():
-        raise Usage(f"{path} is not a folder", code="data_root")
+        raise Usage(f"{path} is not a folder", code="data_root", next_step="name a folder that is there")
     real = path.resolve()
     if any(real.is_relative_to(place) for place in HIDDEN):
         raise Usage(f"no run is ever shown {real}", code="data_root",
