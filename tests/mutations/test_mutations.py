@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutations.guards import CORE, MORE
+from tests.mutations import guards, guards_models
 from tests.mutations.tree import Mutation, apply, make, outcome, undo
 
 pytestmark = [pytest.mark.mutation, pytest.mark.timeout(200)]
+CORE, MORE = guards.CORE + guards_models.CORE, guards.MORE + guards_models.MORE
 WANTED = CORE + MORE if os.environ.get("INTERLOCK_ALL_MUTATIONS") == "1" else CORE
 
 
@@ -49,10 +50,10 @@ def test_a_removed_guard_is_noticed(copy: tuple[Path, Path], mutation: Mutation)
     if mutation.root and os.geteuid() != 0:
         pytest.skip("this guard is tested with real processes, which need root")
     folder, python = copy
-    apply(folder, mutation)
+    text = apply(folder, mutation)
     try:
         done = outcome(folder, python, mutation.test)
     finally:
-        undo(folder, mutation)
+        undo(folder, mutation, text)
     assert done.returncode == 1, f"nobody noticed: {mutation.name}\n{done.stdout[-1500:]}"
     assert "= FAILURES =" in done.stdout, f"it failed for another reason: {mutation.name}\n{done.stdout[-1500:]}"

@@ -76,18 +76,20 @@ def make(target: Path) -> Path:
     return environment / "bin" / "python"
 
 
-def apply(target: Path, mutation: Mutation) -> None:
-    """Edit the copy; a guard that is not found exactly once is an error of the list."""
+def apply(target: Path, mutation: Mutation) -> str:
+    """Edit the copy and return the file's text from before; a guard that is not found exactly once is an error of
+    the list."""
     path = target / mutation.file
     text = path.read_text()
     assert text.count(mutation.old) == 1, f"{mutation.name}: {text.count(mutation.old)} places in {mutation.file}"
     path.write_text(text.replace(mutation.old, mutation.new))
     compile(path.read_text(), str(path), "exec")
+    return text
 
 
-def undo(target: Path, mutation: Mutation) -> None:
-    """Put the original file back."""
-    shutil.copy2(ROOT / mutation.file, target / mutation.file)
+def undo(target: Path, mutation: Mutation, text: str) -> None:
+    """Put back the text from before: the copy stays that of one moment, also while somebody edits the tree."""
+    (target / mutation.file).write_text(text)
 
 
 def outcome(target: Path, python: Path, test: str) -> subprocess.CompletedProcess[str]:
