@@ -64,7 +64,7 @@ def prepare(parts: Parts, plan: Plan, who: Requester, run: str) -> Labels:
     with reading(parts.engine) as connection:
         require_code(connection, plan)
         parts.keys.require(plan)
-        registry.require_weights(connection, plan)
+        registry.require_weights(connection, plan, who.person)
         lineage = registry.lineage_of(connection, plan)
         standing = parts.desk.granting(connection)
         refuse_if_stopped(standing, labels_for(plan, who, run, "", lineage))

@@ -7,6 +7,7 @@ Rules (protocol.md §4):
 3. A grant that never went live within 60 s gets no lease.
 4. REFUSED is said only for a reason; when nothing may be granted the answer is silence, and the run lives out
    its tier's limit.
+5. What nobody could read is not signed: one unreadable order would spoil the heartbeats of everything on its node.
 """
 
 import json
@@ -52,7 +53,8 @@ def place(
 
     Args: `path` the resource that the permit is for; `within` what must hold and be used up in the same
     transaction (approvals); `kept` what is kept in it beside the run's row (its key). Raises Halted (a stop, also
-    one that came in between), Stale or Unavailable (nothing is granted now), Untrusted (the permit).
+    one that came in between), Stale or Unavailable (nothing is granted now), Untrusted (the permit), Malformed (the
+    order is larger than a node reads, or has more ancestor models).
     """
     action = action_of(placement.plan, placement.attempt)
     with writing(desk.engine) as connection:
@@ -67,6 +69,7 @@ def place(
             tier.lease_ms, tier.absent_ms, placement.facts)
         desk.log.place(placement.run, placement.attempt, placement.labels.node)
         signed = sign(GRANT, order.as_json(), signers.grant)
+        LaunchOrder.from_json(signed.body())
         if placement.attempt == 1:
             runs.add_run(connection, placement.run, order, placement.approval, now_us())
         runs.add_attempt(connection, order, signed, now_us())

@@ -72,12 +72,13 @@ def loaded(connection: Connection, plan: Plan) -> list[Row[Any]]:
     return [known[v] for v in plan.weights if v in known and known[v].tenant == plan.tenant]
 
 
-def require_weights(connection: Connection, plan: Plan, owner: str) -> None:
-    """Refuse a plan of `owner` that loads what it may not.
+def require_weights(connection: Connection, plan: Plan, owner: str = "") -> None:
+    """Refuse a plan that loads what it may not.
 
+    Args: `owner` of the run, whose own approval of what he serves does not count.
     Raises NotFound (``not_found.version``: unknown, or another tenant's), Conflict (``conflict.version_state``:
-    retired; of an engine: not approved), ApprovalRequired (of an engine: an approver left), Denied (``denied.tier``: the plan is below a version; ``denied.serve``: the
-    plan of an engine says something else than its version).
+    retired; of an engine: not approved), ApprovalRequired (of an engine: an approver left), Denied (``denied.tier``:
+    the plan is below a version; ``denied.serve``: the plan of an engine says something else than its version).
     """
     known = {row.digest: row for row in loaded(connection, plan)}
     for wanted in plan.weights:
@@ -155,12 +156,12 @@ def _checkpoint(connection: Connection, run: str, step: int | None) -> Row[Any]:
 def _lineage(connection: Connection, plan: Plan, name: str) -> dict[str, Any]:
     """Return where the weights come from. The model that the run was launched for counts as an ancestor too: a stop
     of it covers what it made, under whatever name."""
-    models = set(lineage_of(connection, plan)) | {plan.model}
+    models = {*lineage_of(connection, plan), plan.model} - {name, ""}
     if len(models) > MAX_ANCESTORS:
         raise Conflict(f"these weights descend from more than {MAX_ANCESTORS} models", code="lineage",
                        next_step="start from a version with fewer ancestors")
     return {
-        "parents": list(plan.weights), "models": sorted(models - {name, ""}),
+        "parents": list(plan.weights), "models": sorted(models),
         "datasets": [d.path for d in plan.datasets], "code": [{"name": n, "digest": d} for n, d in plan.code],
     }
 

@@ -12,6 +12,7 @@ from interlock.call import number, text, texts
 from interlock.errors import Malformed
 from interlock.plan import Dataset as Dataset
 from interlock.plan import Plan as Plan
+from interlock.plan import check_new as check_new
 from interlock.tier import Tier, tier_of
 
 

@@ -10,8 +10,10 @@ from interlock.errors import Malformed
 from interlock.tier import Tier, tier_of
 
 MAX_ARGV = 65_536
+MAX_CODE, MAX_DATASETS = 256, 64  # both gates ask, and record, for each dataset
 _ENVIRONMENT = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 _VERSION = re.compile(r"sha256:[0-9a-f]{64}")
+_MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,19 @@ class Plan:
     def digest(self) -> str:
         """Return the digest that approvals and second factors are bound to."""
         return digest(self.as_json())
+
+
+def check_new(plan: Plan) -> None:
+    """Refuse what no new run may be, though a plan of an older program may say it; raises Malformed.
+
+    A stop covers a model by exactly its name, so no two names look the same; and one launch does not make both gates
+    ask and record without end.
+    """
+    if plan.model and not _MODEL.fullmatch(plan.model):
+        raise Malformed("a model is named by letters, digits and . _ : / @ + -", code="model")
+    if len(plan.code) > MAX_CODE or len(plan.datasets) > MAX_DATASETS:
+        raise Malformed(f"a plan holds at most {MAX_CODE} code files and {MAX_DATASETS} datasets", code="plan",
+                        next_step="put the files into one folder, and name that as a dataset")
 
 
 _PLAN_DEFAULTS: dict[str, Any] = Plan(("x",), Tier.NONE, "x").as_json()
