@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from sqlalchemy import Connection, Engine, insert, select
+from sqlalchemy import Connection, Engine, Select, insert, select
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from audit import merkle
@@ -283,6 +283,15 @@ class Ledger:
         query = select(leaves).where(leaves.c.log_index > after).order_by(leaves.c.log_index).limit(limit)
         if below is not None:
             query = query.where(leaves.c.log_index < below)
+        return self._found(query, filters)
+
+    def newest(self, *, limit: int = 100, **filters: str) -> list[Row]:
+        """Return the newest `limit` records, in log order. `filters` as of `rows`. Raises Malformed."""
+        leaves = self._t.leaves
+        return self._found(select(leaves).order_by(leaves.c.log_index.desc()).limit(limit), filters)[::-1]
+
+    def _found(self, query: Select[Any], filters: dict[str, str]) -> list[Row]:
+        leaves = self._t.leaves
         for name, value in filters.items():
             if name not in ("type", "actor", "tenant", "run", "node", "stream", "event_id"):
                 raise Malformed(f"records are not filtered by {name}", code="filter")

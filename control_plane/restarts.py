@@ -25,7 +25,8 @@ from control_plane.store.db import now_us, reading, writing
 from interlock.call import Action, Call, Subject
 from interlock.errors import Conflict, Denied, NotRecorded, Refusal, Stale, Unavailable
 from interlock.event import Event, EventType
-from interlock.order import Plan, Result
+from interlock.order import Labels, Plan, Result
+from interlock.permit import Permit
 from interlock.touched import resource_of
 from policy.facts import Facts
 
@@ -95,13 +96,20 @@ def start(parts: Parts, row: Row[Any]) -> int:
     def still(connection: Connection) -> None:
         require_unmoved(connection, row)
         _require_alive(connection, row)
-        parts.ledger.record(Event(EventType.RUN_RESTARTED, "control", row.tenant, row.id, facts={
-            "attempt": number, "after": _ended_by(json.loads(row.outcome)), "node": labels.node,
-            "plan": row.plan_digest, "record": permit.record}), connection)
+        record(parts, connection, row, labels, permit, "control")
 
     told = {"roles": sorted(roles), "mfa_age_ms": None, "mfa_bound": "", "approvals": [], "own": True}
     admission.start(parts, permit, plan, labels, told, attempt=number, approval=row.approval, within=still)
     return number
+
+
+def record(
+    parts: Parts, connection: Connection, row: Row[Any], labels: Labels, permit: Permit, by: str
+) -> None:
+    """Record that the next attempt of `row` is placed, in the transaction that places it."""
+    parts.ledger.record(Event(EventType.RUN_RESTARTED, by, row.tenant, row.id, facts={
+        "attempt": int(row.attempt) + 1, "after": _ended_by(json.loads(row.outcome or "{}")), "node": labels.node,
+        "plan": row.plan_digest, "record": permit.record}), connection)
 
 
 def require_unmoved(connection: Connection, row: Row[Any]) -> None:

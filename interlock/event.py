@@ -55,6 +55,7 @@ class EventType(StrEnum):
     MODEL_REGISTERED = "registry.model"
     VERSION_REGISTERED = "registry.version"
     VERSION_MOVED = "registry.version_moved"
+    REGISTRY_REFUSED = "registry.refused"
     ENGINE_READY = "engine.ready"
     INFERRED = "infer.answered"
     INFER_REFUSED = "infer.refused"

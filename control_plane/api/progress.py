@@ -17,7 +17,7 @@ from interlock.event import EventType
 from interlock.tier import Tier
 
 router = APIRouter()
-PAGE, MAX_POINTS = 1000, 5000
+MAX_POINTS = 5000
 
 declare({("GET", "/api/runs/{run}/progress"): Action.LOOK})
 
@@ -44,12 +44,7 @@ def _points(parts: Parts, run: str) -> list[dict[str, Any]]:
         sequence(parts)
     except Refusal:  # a log that may not go on still tells what it has
         pass
-    found: list[dict[str, Any]] = []
-    after = -1
-    while page := parts.ledger.rows(after=after, limit=PAGE, run=run, type=EventType.RUN_STEP.value):
-        after = page[-1].index
-        found += [_point(row.event) for row in page]
-    return found[-MAX_POINTS:]
+    return [_point(row.event) for row in parts.ledger.newest(limit=MAX_POINTS, run=run, type=EventType.RUN_STEP.value)]
 
 
 def _point(event: dict[str, Any]) -> dict[str, Any]:

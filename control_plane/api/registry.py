@@ -1,6 +1,8 @@
 """Models and their versions: register, look, submit for approval, serve, retire (decision 0004 §5)."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -19,7 +21,8 @@ from control_plane.store import checkpoints, registry
 from control_plane.store import runs as run_rows
 from control_plane.store.db import reading, writing
 from interlock.call import Action, Resource
-from interlock.errors import Conflict, NotFound
+from interlock.errors import ApprovalRequired, Conflict, Denied, NotFound
+from interlock.event import Event, EventType
 from interlock.tier import Tier, tier_of
 
 router = APIRouter()
@@ -52,6 +55,18 @@ class ServeBody(Body):
     step_up: Id | None = None
 
 
+@contextmanager
+def _noted(parts: Parts, caller: Caller, run: str, **about: str) -> Iterator[None]:
+    """Leave a record of a refusal by the registry's own rules, the same at most once a minute; the gate records its
+    own."""
+    try:
+        yield
+    except (Denied, ApprovalRequired) as refusal:
+        parts.desk.note_rarely(f"registry {caller.id} {run} {refusal.code} {sorted(about.items())}", Event(
+            EventType.REGISTRY_REFUSED, caller.id, caller.tenant, run, facts={"code": refusal.code, **about}))
+        raise
+
+
 @router.post("/api/models/{name}/versions", status_code=201)
 def register(request: Request, caller: SignedIn, name: Name, body: VersionBody) -> dict[str, Any]:
     """Register a checkpoint of a run as the next version of a model; the model is made when it is new."""
@@ -62,7 +77,7 @@ def register(request: Request, caller: SignedIn, name: Name, body: VersionBody) 
         raise NotFound("no such run, or it is not yours", code="run")
     looking.require(request, caller, Resource("run", run.id, run.tenant, Tier(run.tier)),
                     own=run.owner == caller.person)
-    with reading(parts.engine) as connection:
+    with _noted(parts, caller, run.id, act="register", model=name), reading(parts.engine) as connection:
         wanted = rules.draft(parts, connection, name, run, body.step, asked)
     about = Resource("model", name, run.tenant, wanted.tier, wanted.ancestors)
     pass_gate(request, caller, Action.REGISTER, about, bound=wanted.version, run=run.id)
@@ -157,7 +172,8 @@ def serve(request: Request, caller: SignedIn, digest: Digest, body: ServeBody | 
     plan = engine_plan(digest, row.model, Tier(row.tier), row.tenant)
 
     def wanted() -> runs.Wanted:
-        with reading(parts_of(request).engine) as connection:
+        parts = parts_of(request)
+        with _noted(parts, caller, row.run, act="serve", version=digest), reading(parts.engine) as connection:
             persons = _approved(connection)
 
         def spend(connection: Connection) -> None:

@@ -34,7 +34,7 @@ from interlock.call import Action, Resource, new_id
 from interlock.canon import digest_bytes
 from interlock.errors import ApprovalRequired, Conflict, Denied, Halted, Malformed, NotFound, Refusal, Unavailable
 from interlock.event import Event, EventType
-from interlock.order import Labels, Plan
+from interlock.order import Labels, Plan, check_new
 from interlock.tier import Tier
 from interlock.touched import dataset_of, resource_of
 
@@ -113,7 +113,10 @@ class Wanted:
 def launch(request: Request, caller: SignedIn, body: RunBody) -> dict[str, Any]:
     """Admit a plan and place its first attempt."""
     plan = Plan.from_json(body.plan)
+    check_new(plan)
     if plan.serve:
+        parts_of(request).desk.note_rarely(f"serve {caller.person}", Event(
+            EventType.RUN_REFUSED, caller.id, caller.tenant, facts={"code": "denied.serve", "plan": plan.digest()}))
         raise Denied("an engine is started from an approved version, not from a plan", code="serve",
                      next_step="interlock model serve NAME")
     return placed(request, caller, lambda: _wanted(request, caller, plan, body))
@@ -223,12 +226,16 @@ def restart(request: Request, caller: SignedIn, run: Id, body: RestartBody | Non
     who = Requester(row.subject, row.owner, row.tenant)
     labels = _prepared(parts, caller, plan, who, run)
     step_up = body.step_up if body else None
-    permit = pass_gate(request, caller, Action.RESTART, resource_of(plan), bound=plan.digest(), run=run,
+    permit = pass_gate(request, caller, Action.RESTART, resource_of(plan, labels.lineage), bound=plan.digest(), run=run,
                        step_up=step_up, own=True)
     facts = facts_of(request, caller)
     told = {"roles": sorted(facts.roles), "mfa_age_ms": facts.mfa_age_ms, "mfa_bound": "", "approvals": []}
-    order = admission.start(parts, permit, plan, labels, told, attempt=number, approval=row.approval,
-                            within=lambda connection: restarts.require_unmoved(connection, row))
+
+    def still(connection: Connection) -> None:
+        restarts.require_unmoved(connection, row)
+        restarts.record(parts, connection, row, labels, permit, caller.id)
+
+    order = admission.start(parts, permit, plan, labels, told, attempt=number, approval=row.approval, within=still)
     return {"run": run, "state": "placed", "node": labels.node, "attempt": number, "epoch": order.epoch}
 
 

@@ -19,10 +19,10 @@ from policy.explain import explain
 from policy.facts import Facts
 
 router = APIRouter()
-LOOK_BACK = 5000
+LOOK_BACK, KEPT = 5000, 1000
 MAX_SHOWN = 100
-_TOLD = {EventType.CALL_DECIDED, EventType.RUN_GRANTED, EventType.RUN_REFUSED, EventType.RUN_STARTED,
-         EventType.RUN_ENDED, EventType.LEASE_REFUSED}
+_TOLD = (EventType.CALL_DECIDED, EventType.RUN_GRANTED, EventType.RUN_REFUSED, EventType.RUN_STARTED,
+         EventType.RUN_ENDED, EventType.RUN_RESTARTED, EventType.RUN_KEY_REFUSED, EventType.LEASE_REFUSED)
 
 declare({("GET", "/api/why/{what}"): Action.LOOK})
 
@@ -46,20 +46,28 @@ def why(request: Request, caller: SignedIn, what: str) -> dict[str, Any]:
 def _run(request: Request, parts: Parts, caller: Caller, run: str) -> dict[str, Any]:
     with reading(parts.engine) as connection:
         row = runs.one(connection, run)
-    events = [r.event for r in parts.ledger.rows(limit=1000, run=run)]
+    events = _told(parts, run)
     actors = {str(e.get("actor")) for e in events if e["type"] == EventType.CALL_DECIDED}
     own = row.owner == caller.person if row is not None else actors <= {caller.id, caller.person} and bool(actors)
     tenant, tier = (row.tenant, Tier(row.tier)) if row is not None else (_tenant(events, caller), _tier(events))
     looking.require(request, caller, Resource("run", run, tenant, tier), own=own)
     if row is None and not events:
         raise NotFound("no such run, or it is not yours", code="run")
-    told = [e for e in events if e["type"] in _TOLD][-MAX_SHOWN:]
+    asked = [e for e in events if e["type"] == EventType.CALL_DECIDED]
+    told = [e for e in events if e["type"] != EventType.CALL_DECIDED]
     return {
         "id": run, "state": row.state if row is not None else "refused",
-        "decisions": [_decision(parts, e) for e in told if e["type"] == EventType.CALL_DECIDED],
+        "decisions": [_decision(parts, e) for e in asked[-MAX_SHOWN:]],
         "events": [{**{k: e[k] for k in ("type", "occurred_us", "actor")}, "facts": e.get("facts", {})}
-                   for e in told if e["type"] != EventType.CALL_DECIDED],
+                   for e in told[-MAX_SHOWN:]],
     }
+
+
+def _told(parts: Parts, run: str) -> list[dict[str, Any]]:
+    """Return the newest records that tell why a run is where it is, oldest first; its steps, however many, are not
+    among them."""
+    rows = [r for kind in _TOLD for r in parts.ledger.newest(limit=KEPT, run=run, type=kind.value)]
+    return [r.event for r in sorted(rows, key=lambda r: r.index)]
 
 
 def _tenant(events: list[dict[str, Any]], caller: Caller) -> str:

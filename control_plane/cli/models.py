@@ -34,7 +34,7 @@ def chosen(api: PeopleApi, word: str, states: Collection[str]) -> tuple[dict[str
     Raises Usage (``usage.version``), NotFound (``not_found.version``) or what the control plane refuses.
     """
     name, at, number = word.partition("@")
-    if not name or (at and not number.isdigit()):
+    if not name or (at and not (number.isascii() and number.isdigit())):
         raise Usage("a version is named MODEL or MODEL@N", code="version", next_step="interlock model list")
     found = api.get(f"/api/models/{quote(name, safe='')}")
     fitting = [v for v in rows(found, "versions")

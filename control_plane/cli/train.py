@@ -44,9 +44,9 @@ def versions(api: PeopleApi, named: list[str]) -> list[str]:
 
 def _version(api: PeopleApi, word: str) -> str:
     model, _, number = word.partition("@")
-    if number and not number.isdigit():
+    if number and not (number.isascii() and number.isdigit()):
         raise Usage("--weights wants MODEL, MODEL@N or a digest", code="weights", next_step="interlock model list")
-    answer = api.get(f"/api/models/{quote(model)}")
+    answer = api.get(f"/api/models/{quote(model, safe='')}")
     found = rows(answer.get("model", answer) if isinstance(answer.get("model"), dict) else answer, "versions")
     fitting = [v for v in found if (int(number) == v.get("number") if number else v.get("state") != "retired")]
     if not fitting:

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import insert, select, update
 
 from control_plane import app as joint
-from control_plane import engines, registry
+from control_plane import engines, registry, restarts
 from control_plane.auth import approvals, totp
 from control_plane.engine_plan import engine_plan
 from control_plane.store import checkpoints, people, runs
@@ -653,3 +653,82 @@ def test_a_new_version_takes_over_when_its_engine_is_warm(lab: House) -> None:
     engines.keep_states(lab.parts)
     assert column(lab, new) == "approved"
 
+
+
+def test_refusals_of_the_registry_are_on_record(lab: House) -> None:
+    run, version = trained(lab)
+    assert code_of(register(lab, run, tier="critical")) == "denied.provider"
+    assert register(lab, run).status_code == 201
+    approved(lab, version)
+    with writing(lab.parts.engine) as connection:
+        people.set_roles(connection, lab.people["olga"].id, "lab", frozenset())
+    serve = f"/api/versions/{version}/serve"
+    assert code_of(lab.post(serve, lab.people["rob"], {})) == "approval_required"
+    plan = engine_plan(version, "aurora", Tier.NONE, "lab").as_json()
+    assert code_of(lab.post("/api/runs", lab.people["rob"], {"plan": plan})) == "denied.serve"
+    lab.parts.desk.record_late()
+    told = [(e["actor"], e["facts"]["act"], e["facts"]["code"]) for e in records_of(lab, "registry.refused")]
+    rob = lab.people["rob"].id
+    assert told == [(rob, "register", "denied.provider"), (rob, "serve", "approval_required")]
+    assert "denied.serve" in [e["facts"]["code"] for e in records_of(lab, "run.refused")]
+
+
+def records_of(house: House, kind: str) -> list[dict[str, Any]]:
+    sequence(house.parts)
+    return [r.event for r in house.parts.ledger.newest(limit=100, type=kind)]
+
+
+def test_an_engine_is_not_started_again_once_its_officer_left(lab: House) -> None:
+    run, version = trained(lab)
+    register(lab, run)
+    approved(lab, version)
+    serve = f"/api/versions/{version}/serve"
+    engines_run = [str(lab.post(serve, lab.people["rob"], {}).json()["run"]) for _ in range(2)]
+    fault = {"exit": 1, "signal": None, "result": "confirmed", "why": "ended"}
+    live(lab, engines_run[0], word="ended", **fault)
+    restarts.turn(lab.parts, {})
+    assert attempt_of(lab, engines_run[0]) == 2
+    with writing(lab.parts.engine) as connection:
+        people.set_roles(connection, lab.people["olga"].id, "lab", frozenset())
+    live(lab, engines_run[1], word="ended", **fault)
+    restarts.turn(lab.parts, {})
+    assert attempt_of(lab, engines_run[1]) == 1
+    assert records_of(lab, "run.refused")[-1]["facts"]["code"] == "approval_required"
+    again = lab.post(f"/api/runs/{engines_run[1]}/restart", lab.people["rob"], {})
+    assert code_of(again) == "approval_required"
+
+
+def attempt_of(house: House, run: str) -> int:
+    with reading(house.parts.engine) as connection:
+        row = runs.one(connection, run)
+    assert row is not None
+    return int(row.attempt)
+
+
+def lengthen(house: House, version: str, count: int) -> None:
+    lineage = {"parents": [], "models": [f"m{n}" for n in range(count)], "datasets": [], "code": []}
+    with writing(house.parts.engine) as connection:
+        connection.execute(update(versions).where(versions.c.digest == version).values(lineage=json.dumps(lineage)))
+
+
+def test_a_version_has_no_more_ancestors_than_nodes_read(lab: House) -> None:
+    run, version = trained(lab, model="base")
+    register(lab, run)
+    lengthen(lab, version, registry.MAX_ANCESTORS - 1)
+    enough, _ = trained(lab, weights=[version])
+    assert register(lab, enough, "child").status_code == 201
+    lengthen(lab, version, registry.MAX_ANCESTORS)
+    too_many, _ = trained(lab, weights=[version])
+    assert code_of(register(lab, too_many, "grandchild")) == "conflict.lineage"
+
+
+def test_an_order_that_no_node_could_read_is_not_signed(lab: House) -> None:
+    """Its labels would make every heartbeat of its node fail: one launch, and all runs beside it lose their lease."""
+    run, version = trained(lab, model="base")
+    register(lab, run)
+    lengthen(lab, version, 1025)
+    refused = lab.post("/api/runs", lab.people["rob"], {"plan": {
+        "argv": ["true"], "tier": "none", "tenant": "lab", "guest": True, "weights": [version]}})
+    assert refused.status_code == 422, refused.text
+    lengthen(lab, version, 1000)
+    assert trained(lab, weights=[version])

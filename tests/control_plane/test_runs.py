@@ -14,8 +14,10 @@ from control_plane.auth.sessions import hash_of
 from control_plane.store import nodes, people, runs
 from control_plane.store.db import now_us, reading, writing
 from control_plane.store.sessions import Proof, add_proof
+from control_plane.ticker import sequence
 from interlock.call import new_id
 from interlock.canon import digest_bytes
+from interlock.event import Event, EventType
 from interlock.order import Plan
 from policy import bundle
 from tests.control_plane.conftest import FACTS, ROOT, House, Human
@@ -259,3 +261,43 @@ def test_answers_carry_the_headers_and_refuse_strange_hosts(house: House) -> Non
     assert house.client.get("/healthz", headers={"host": "evil.example"}).status_code == 400
     large = house.client.post("/api/code", content=b"x" * (17 << 20))
     assert (large.status_code, large.json()["error"]["code"]) == (413, "malformed.size")
+
+
+@pytest.mark.parametrize("odd", ["aurora ", "a\nb", "\u202eevil", "../x", "x" * 129])
+def test_refuses_a_model_that_looks_like_another(staffed: House, odd: str) -> None:
+    staffed.host()
+    assert code_of(ask(staffed, staffed.people["rob"], plan=plan(model=odd))) == "malformed.model"
+    assert ask(staffed, staffed.people["rob"], plan=plan(model="meta/Llama-3.1:8b")).status_code == 201
+
+
+def test_refuses_a_plan_that_makes_the_gates_ask_without_end(staffed: House) -> None:
+    staffed.host()
+    many = [{"name": f"d{n}", "path": f"/srv/{n}"} for n in range(65)]
+    sequence(staffed.parts)
+    before = staffed.parts.ledger.head().size
+    assert code_of(ask(staffed, staffed.people["rob"], plan=plan(datasets=many))) == "malformed.plan"
+    sequence(staffed.parts)
+    assert staffed.parts.ledger.head().size == before
+    code = [{"name": f"c{n}", "digest": "sha256:" + "0" * 64} for n in range(257)]
+    assert code_of(ask(staffed, staffed.people["rob"], plan=plan(code=code))) == "malformed.plan"
+    assert ask(staffed, staffed.people["rob"], plan=plan(datasets=many[:2])).status_code == 201
+
+
+def test_why_tells_of_restarts_and_keys_however_long_a_run_trains(staffed: House) -> None:
+    staffed.host()
+    run = staffed.launch(restarts=2)
+    steps = [Event(EventType.RUN_STEP, "node/n1", "lab", run, facts={"n": n}) for n in range(1001)]
+    with writing(staffed.parts.engine) as connection:
+        for step in steps:
+            staffed.parts.ledger.record(step, connection)
+        staffed.parts.ledger.record(Event(EventType.RUN_KEY_REFUSED, "node/n1", "lab", run), connection)
+        runs.set_state(connection, run, 1, "ended", now_us(), {"exit": 1})
+    sequence(staffed.parts)
+    assert staffed.post(f"/api/runs/{run}/restart", staffed.people["rob"], {}).status_code == 201
+    told = staffed.get(f"/api/why/{run}", staffed.people["rob"]).json()
+    assert [(e["type"], e["actor"]) for e in told["events"]] == [
+        ("run.granted", staffed.people["rob"].id), ("key.refused", "node/n1"),
+        ("run.restarted", staffed.people["rob"].id)]
+    assert [d["action"] for d in told["decisions"]] == ["launch", "restart"]
+    points = staffed.get(f"/api/runs/{run}/progress", staffed.people["rob"]).json()["points"]
+    assert [p["n"] for p in points] == list(range(1001))
