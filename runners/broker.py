@@ -71,7 +71,7 @@ class Broker:
                 else:
                     self._asked(key.data)
             self._drop_slow()
-            self._forget_keys()
+            self._look_around()
 
     def end(self) -> None:
         """Stop serving at the next turn, half a second at most."""
@@ -149,8 +149,8 @@ class Broker:
         for line in [x for x in self._lines.values() if x.guest is guest]:
             self._hang_up(line)
 
-    def _forget_keys(self) -> None:
-        """Drop keys whose lease is over or which a stop covers, within half a second.
+    def _look_around(self) -> None:
+        """Drop keys whose lease is over or which a stop covers, and saves that outgrew the disk, within half a second.
 
         A stop page that nobody refreshes is no stop: every operation is refused meanwhile, and the lease goes on
         running out; keys that went by a short silence of the supervisor would not come back.
@@ -159,6 +159,7 @@ class Broker:
         if self._desk is None or now < self._keys_ms:
             return
         self._keys_ms = now + KEYS_MS
+        self._desk.look()
         for run, attempt in self._desk.vault.held():
             guest = self._guests[run, attempt][0]
             order = self._stopped(guest.labels)

@@ -5,6 +5,7 @@ Its own uid, no root, no network. What it inherits: the control socket of the la
 
 import json
 import os
+import resource
 import signal
 from collections.abc import Mapping
 from typing import Any
@@ -30,6 +31,8 @@ def serve(state: str, runtime: str, node: str, control_fd: int, key_fd: int) -> 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's business
     signal.signal(signal.SIGIO, signal.SIG_IGN)  # what the kernel says when root opens a file that we have a lease on
     close_memory()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every file that a guest may write is held open
     control, key = open_control(control_fd, "broker"), read_key(key_fd)
     found = folders(state, runtime)
     spool = Spool(found.broker_spool, node, "broker")

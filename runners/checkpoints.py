@@ -1,5 +1,7 @@
 """The broker's operations on checkpoints as one table, their limits, and what is on record when one is refused."""
 
+import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +38,7 @@ class Checkpoints:
         self._loading = Loading(room)
         self._saving = Saving(room, self._loading)
         self._paces: dict[tuple[str, int], _Pace] = {}
+        self._guests: dict[tuple[str, int], Guest] = {}
         self._ops: dict[str, Callable[[Guest, Mapping[str, Any]], Answer | Later]] = {
             "save_begin": self._saving.begin, "save_file": self._saving.file, "save_commit": self._saving.commit,
             "save_abort": self._saving.abort, "load_begin": self._loading.begin, "load_file": self._loading.file,
@@ -84,6 +87,17 @@ class Checkpoints:
             return  # it stays a refusal
         pace.refused_ms, pace.unrecorded = now, 0
 
+    def look(self) -> None:
+        """Drop saves that take more of the disk than they may. Called twice a second."""
+        try:
+            found = self._saving.look()
+        except OSError as error:  # a disk that fails must not end the broker; it is looked at again
+            sys.stderr.write(json.dumps({"error": disk_fails(error).as_json()}) + "\n")
+            return
+        for owner, refusal in found:
+            if owner in self._guests:
+                self.refused(self._guests[owner], "save_file", refusal)
+
     def take_keys(self, guest: Guest, request: Mapping[str, Any]) -> None:
         """Keep the keys that the launcher hands over for an open attempt; raises Malformed, never with a key."""
         run_key, files = read_keys(request)
@@ -91,6 +105,7 @@ class Checkpoints:
 
     def opened(self, guest: Guest) -> None:
         """Remove what earlier attempts of this run left in staging."""
+        self._guests[guest.run, guest.attempt] = guest
         self._room.store.sweep(guest.run)
 
     def forget(self, guest: Guest) -> None:
@@ -99,6 +114,7 @@ class Checkpoints:
         self._saving.forget(guest)
         self._loading.forget(guest)
         self._paces.pop((guest.run, guest.attempt), None)
+        self._guests.pop((guest.run, guest.attempt), None)
 
     def _pace(self, guest: Guest) -> _Pace:
         return self._paces.setdefault((guest.run, guest.attempt), _Pace())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from interlock.errors import Conflict, Refusal
 from interlock.manifest import FileRow
 
-Proof = tuple[FileRow, list[tuple[str, tuple[int, ...]]]]
+Proof = tuple[FileRow, list[str]]
 
 
 class Early:

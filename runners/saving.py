@@ -9,29 +9,37 @@ from typing import Any
 
 from interlock import wire
 from interlock.call import Action, number, text
-from interlock.errors import Conflict, Malformed, NotFound, Untrusted
+from interlock.errors import Conflict, Malformed, NotFound, Refusal, Unavailable, Untrusted
 from interlock.event import EventType
 from interlock.manifest import KINDS, MAX_ASSETS, MAX_FILES, FileRow, Manifest, file_name
 from interlock.sealed import Reader, unwrap_file_key, wrap_file_key, wrapped_of
 from runners.early_proof import Early, Proof
 from runners.guest import Answer, Guest, Later
 from runners.loading import Loading, listing
+from runners.open_files import OpenFiles
 from runners.room import Room, require_checkpoints
-from runners.store import WRITER_MS, Staging, close_off
+from runners.store import WRITER_MS, Staging, close_off, over_budget
+
+LEFT = 128  # files of ended saves that an attempt may hold open
+MAX_ITEMS = 1 << 19
 
 
 @dataclass
 class Save:
-    """One open save. `files` maps a name to the wrapped key that its header must carry."""
+    """One open save. `files` maps a name to the wrapped key that its header must carry; `limit` in bytes is what they
+    may take together, `counted` how many items are in each that was looked into; `over` says why it was dropped."""
 
     id: str
     step: int
     kind: str
     parent: str | None
     staging: Staging
+    limit: int
     files: dict[str, bytes] = field(default_factory=dict)
+    counted: dict[str, int] = field(default_factory=dict)
     early: Early = field(default_factory=Early)
     committing: bool = False
+    over: Refusal | None = None
 
 
 class Saving:
@@ -40,12 +48,13 @@ class Saving:
     def __init__(self, room: Room, loading: Loading) -> None:
         self._room, self._loading = room, loading
         self._open: dict[tuple[str, int], Save] = {}
+        self._written: dict[tuple[str, int], OpenFiles] = {}
 
     def begin(self, guest: Guest, request: Mapping[str, Any]) -> Answer:
         """``save_begin``: ask the gate, put the begin on record, make a staging folder.
 
-        Raises Denied (``denied.plan``, the gate's), Unavailable (``.keys``, ``.disk``), Conflict (``.step``,
-        ``.saving``), Malformed, NotRecorded.
+        Raises Denied (``denied.plan``, ``.budget``, the gate's), Unavailable (``.keys``, ``.disk``), Conflict
+        (``.step``, ``.saving``, ``.open_writer``), Malformed, NotRecorded.
         """
         require_checkpoints(guest)
         fields = dict(request)
@@ -55,23 +64,29 @@ class Saving:
         run_key = self._room.vault.run_key(guest.run, guest.attempt)
         self._room.store.require_room()
         self._room.store.place(guest.run, step, guest.attempt)
+        limit = self._room.store.allowance(guest.run)
         before = self._open.get((guest.run, guest.attempt))
         if before is not None and before.committing:
             raise Conflict("a checkpoint of this run is being committed", code="saving",
                            next_step="wait for the answer of that commit")
+        written = self._written.setdefault((guest.run, guest.attempt), OpenFiles())
+        if written.empty() >= LEFT:
+            raise Conflict("files of saves that are over are still open for writing", code="open_writer",
+                           next_step="close the descriptors of every save that failed")
         permit = self._room.gate.own(guest, Action.SAVE)
         parent = self._loading.parent(guest, run_key)
         save_id = secrets.token_hex(8)
         self._room.record(EventType.CHECKPOINT_BEGUN, guest, {"save": save_id, "step": step, "kind": kind})
         self._room.gate.use(permit, Action.SAVE)
         if before is not None:
-            before.staging.drop()
+            self._drop(guest, before)
         staging = self._room.store.begin(guest.run, guest.attempt)
-        self._open[guest.run, guest.attempt] = Save(save_id, step, kind, parent, staging)
+        self._open[guest.run, guest.attempt] = Save(save_id, step, kind, parent, staging, limit)
         return Answer({"save": save_id, "parent": parent})
 
     def file(self, guest: Guest, request: Mapping[str, Any]) -> Answer:
-        """``save_file``: make one empty file and its key. Raises NotFound, Conflict, Malformed, Unavailable."""
+        """``save_file``: make one empty file and its key. Raises NotFound, Conflict, Malformed, Unavailable, Denied
+        (``denied.budget``)."""
         save = self._of(guest, request)
         name = file_name(request.get("name"))
         if name in save.files:
@@ -79,17 +94,22 @@ class Saving:
         if len(save.files) >= MAX_FILES:
             raise Malformed(f"a checkpoint has at most {MAX_FILES} files", code="files")
         run_key, key = self._room.vault.run_key(guest.run, guest.attempt), os.urandom(32)
-        save.early.begin(save.files, lambda early: self._prove(guest, save, early, run_key, wait_ms=0))
+        save.early.begin(save.files, lambda early: self._prove(guest, save, early, run_key, 0))
         wrapped = wrap_file_key(run_key, key, guest.run, save.step, name)
         fd = save.staging.create(name)
+        try:
+            self._written[guest.run, guest.attempt].add(save.staging.folder / name)
+        except OSError:
+            os.close(fd)
+            raise
         save.files[name] = wrapped
         return Answer({"key": base64.b64encode(key).decode(), "wrapped": base64.b64encode(wrapped).decode()}, fd)
 
     def commit(self, guest: Guest, request: Mapping[str, Any]) -> Later:
         """``save_commit``: prove every file, write the manifest, move the folder. A refusal drops the save.
 
-        Raises NotFound, Malformed, Unavailable here; in its work Conflict (``.open_writer``, ``.step``), Untrusted
-        (``.sealed``, ``.items``, ``.files``), Malformed, Halted, NotRecorded, OSError.
+        Raises NotFound, Malformed, Unavailable, Denied (``.budget``) here; in its work Conflict (``.open_writer``,
+        ``.step``), Untrusted (``.sealed``, ``.items``, ``.files``), Denied, Malformed, Halted, NotRecorded, OSError.
         """
         save = self._of(guest, request)
         items, assets = number(dict(request), "items"), _assets(request.get("assets"))
@@ -98,7 +118,9 @@ class Saving:
 
         def ended() -> None:
             self._open.pop((guest.run, guest.attempt), None)
-            save.staging.drop()
+            self._drop(guest, save)
+            if not guest.live:
+                self.forget(guest)
 
         return Later(lambda: self._commit(guest, save, items, assets, run_key), ended)
 
@@ -107,21 +129,64 @@ class Saving:
         text(dict(request), "save", limit=64)
         save = self._open.get((guest.run, guest.attempt))
         if save is not None and save.id == request["save"]:
-            self._of(guest, request)
-            self.forget(guest)
+            if save.over is None:
+                self._of(guest, request)
+            del self._open[guest.run, guest.attempt]
+            self._drop(guest, save)
         return Answer({})
 
     def forget(self, guest: Guest) -> None:
-        """Drop the open save of an attempt; one that is being committed drops itself."""
+        """Drop the open save of an attempt that is over; one that is being committed drops itself."""
         save = self._open.get((guest.run, guest.attempt))
-        if save is not None and not save.committing:
+        if save is not None:
+            if save.committing:
+                return
             del self._open[guest.run, guest.attempt]
+            self._drop(guest, save)
+        written = self._written.pop((guest.run, guest.attempt), None)
+        if written is not None:
+            written.close()
+
+    def _drop(self, guest: Guest, save: Save) -> None:
+        """Take the staging folder away, if it is still there; what a guest can still write is emptied from then on."""
+        save.staging.drop()
+        written = self._written.get((guest.run, guest.attempt))
+        if written is not None:
+            written.leave()
+
+    # --- sizes ----------------------------------------------------------------------------------------
+
+    def look(self) -> list[tuple[tuple[str, int], Refusal]]:
+        """Drop open saves that outgrew their budget, and the largest one when the disk is nearly full.
+
+        Returns (run, attempt) of what was dropped with the reason; its guest hears it when it asks next. Bytes that a
+        guest still writes into dropped files go again with each look.
+        """
+        sizes = {}
+        for owner, written in self._written.items():
+            written.empty()
+            save = self._open.get(owner)
+            if save is not None and save.over is None and not save.committing:
+                sizes[owner] = written.size()
+        found = [(o, _too_large(size)) for o, size in sizes.items() if size > self._open[o].limit]
+        if not found and any(sizes.values()):
+            try:
+                self._room.store.require_room()
+            except Unavailable as full:
+                found = [(max(sizes, key=sizes.__getitem__), full)]
+        for owner, refusal in found:
+            save = self._open[owner]
+            save.over = refusal
             save.staging.drop()
+            self._written[owner].leave()
+        return found
 
     def _of(self, guest: Guest, request: Mapping[str, Any]) -> Save:
         wanted, save = text(dict(request), "save", limit=64), self._open.get((guest.run, guest.attempt))
         if save is None or save.id != wanted:
             raise NotFound("there is no such open save", code="save", next_step="begin a new one")
+        if save.over is not None:
+            raise save.over
         if save.committing:
             raise Conflict("this save is being committed", code="saving", next_step="wait for the answer")
         return save
@@ -133,12 +198,13 @@ class Saving:
         rows, counted, found = [], 0, set()
         if not save.files:
             raise Malformed("a checkpoint has at least one file", code="files")
+        self._close_all(save)
         for name in sorted(save.files):
             room.leash(guest)  # a file may take minutes; what is stopped meanwhile is not read on
             row, names = save.early.take(name) or self._prove(guest, save, name, run_key)
             rows.append(row)
-            counted += len(names)
-            found |= {(name, item) for item, offset in names if not offset}
+            counted += save.counted[name]
+            found |= {(name, item) for item in names}
         if counted != items:
             raise Untrusted("the files hold another number of items than the commit says", code="items",
                             next_step="save again; a writer failed without telling")
@@ -159,25 +225,51 @@ class Saving:
         self._loading.follow(guest, digest)
         return Answer({"digest": digest, "bytes": size})
 
+    def _close_all(self, save: Save) -> None:
+        """Refuse while any file can still be written, and when all together are larger than the save may be: from
+        here on no file grows. Raises Conflict (``conflict.open_writer``), Denied (``denied.budget``), OSError."""
+        size, there = 0, save.staging.names()
+        for name in sorted(save.files):
+            if name not in there:
+                raise Untrusted(f"{name} is not in the staging folder", code="files")
+            fd = close_off(save.staging.folder / name)
+            try:
+                size += os.fstat(fd).st_size
+            finally:
+                os.close(fd)
+        if size > save.limit:
+            raise _too_large(size)
+
     def _prove(self, guest: Guest, save: Save, name: str, run_key: bytes, wait_ms: int = WRITER_MS) -> Proof:
-        """Return the file's row and its items once nobody can write it and every chunk of it is sealed as told."""
-        if name not in save.staging.names():
-            raise Untrusted(f"{name} is not in the staging folder", code="files")
+        """Return the file's row and the names of its items without an offset, once nobody can write it and every
+        chunk of it is sealed as told."""
+        self._room.leash(guest)
         wrapped = save.files[name]
         fd = close_off(save.staging.folder / name, wait_ms)
         try:
+            if os.fstat(fd).st_size > save.limit:
+                raise _too_large(os.fstat(fd).st_size)
             if wrapped_of(fd) != wrapped:
                 raise Untrusted(f"{name} carries another key than it was given", code="sealed")
             reader = Reader(fd, unwrap_file_key(run_key, wrapped, guest.run, save.step, name), guest.run, save.step)
             try:
+                save.counted[name] = len(reader.items)
+                if sum(save.counted.values()) > MAX_ITEMS:
+                    raise Malformed(f"a checkpoint has at most {MAX_ITEMS} items", code="items",
+                                    next_step="save fewer, larger tensors")
                 digest = reader.prove()
-                names = [(i.name, i.offset) for i in reader.items]
+                names = [i.name for i in reader.items if not i.offset]
             finally:
                 reader.close()
             self._room.store.remember(fd, digest)
             return FileRow(name, os.fstat(fd).st_size, digest, wrapped), names
         finally:
             os.close(fd)
+
+
+def _too_large(size: int) -> Refusal:
+    return over_budget("this save is larger than one save of this run may be", size,
+                       "save less at once, or make room on the node's state disk")
 
 
 def _assets(value: object) -> dict[str, str]:

@@ -17,16 +17,20 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from interlock.durable import sync_folder
-from interlock.errors import Conflict, NotFound, Refusal, Unavailable, Untrusted
+from interlock.errors import Conflict, Denied, NotFound, Refusal, Unavailable, Untrusted
 from interlock.manifest import MAX_BYTES, read
 from interlock.permit import boottime_ms
 
 MANIFEST = "manifest.json"
-ROOM_BYTES, ROOM_SHARE = 1 << 30, 20  # free: 1 GiB, and one twentieth of the disk
+ROOM_BYTES, ROOM_SHARE = 1 << 30, 20  # free: 1 GiB, and one twentieth of the disk and of its inodes
+SAVE_SHARE, RUN_SHARE = 4, 2  # one save takes at most a quarter of the disk, one run keeps at most half of it
+RUN_FILES = 200_000
+COUNT_AGAIN_MS = 60_000
 WRITER_MS = 2_000
 _PIECE = 1 << 20
 _STEP = re.compile(r"(\d{1,16})-([1-9]\d{0,4})")
@@ -61,8 +65,17 @@ class Kept:
     folder: Path
 
 
+@dataclass
+class _Used:
+    """What a run keeps, counted at `counted_ms` and followed since."""
+
+    size: int
+    files: int
+    counted_ms: int
+
+
 class Store:
-    """Folders below `root`. Thread-safe: `_lock` guards index and digests; a folder has one writer."""
+    """Folders below `root`. Thread-safe: `_lock` guards index, digests and counts; a folder has one writer."""
 
     def __init__(self, root: Path) -> None:
         self.committed, self._staging = root / "store", root / "staging"
@@ -70,6 +83,7 @@ class Store:
         self._index: dict[str, Path] = {}
         self._scanned: set[Path] = set()
         self._digests: dict[tuple[int, ...], str] = {}
+        self._used: dict[str, _Used] = {}
         for folder in (self.committed, self._staging):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.chmod(0o700)
@@ -90,13 +104,35 @@ class Store:
         return Staging(folder)
 
     def require_room(self) -> None:
-        """Refuse below 1 GiB or 5 % free; raises Unavailable (``unavailable.disk``)."""
+        """Refuse below 1 GiB or 5 % free, or 5 % of the inodes; raises Unavailable (``unavailable.disk``)."""
         disk = os.statvfs(self._staging)
         free = disk.f_bavail * disk.f_frsize
-        if free < max(ROOM_BYTES, disk.f_blocks * disk.f_frsize // ROOM_SHARE):
+        few = free < max(ROOM_BYTES, disk.f_blocks * disk.f_frsize // ROOM_SHARE)
+        if few or disk.f_favail < disk.f_files // ROOM_SHARE:
             raise Unavailable("the node's disk has too little room for a checkpoint", code="disk",
                               next_step="make room on the node's state disk; old checkpoints lie in broker/store",
                               details={"free_bytes": free})
+
+    def allowance(self, run: str) -> int:
+        """Return how many bytes the next save of `run` may have; raises Denied (``denied.budget``) when the run keeps
+        as much as one run may."""
+        disk = os.statvfs(self._staging)
+        whole = disk.f_blocks * disk.f_frsize
+        used = self._kept_by(run, again_ms=1 << 62)
+        if used.size >= whole // RUN_SHARE or used.files >= RUN_FILES:
+            used = self._kept_by(run, again_ms=COUNT_AGAIN_MS)  # somebody may have made room
+        if used.size >= whole // RUN_SHARE or used.files >= RUN_FILES:
+            raise over_budget("this run keeps as many checkpoints as one run may", used.size,
+                              f"remove old ones below broker/store/{run} on the node")
+        return min(whole // SAVE_SHARE, whole // RUN_SHARE - used.size)
+
+    def _kept_by(self, run: str, again_ms: int) -> _Used:
+        now = boottime_ms()
+        with self._lock:
+            found = self._used.get(run)
+            if found is None or now - found.counted_ms >= again_ms:
+                found = self._used[run] = _count(self.committed / run, now)
+            return found
 
     # --- commit ---------------------------------------------------------------------------------------
 
@@ -133,6 +169,11 @@ class Store:
             if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
                 raise Conflict("this attempt has a checkpoint of this step already", code="step") from None
             raise
+        with self._lock:
+            used = self._used.get(place.parent.name)
+            if used is not None:
+                more = _count(place.parent, 0, only=place.name)
+                used.size, used.files = used.size + more.size, used.files + more.files
         sync_folder(place.parent)
         sync_folder(self._staging)
 
@@ -140,6 +181,8 @@ class Store:
         """Take back a step that could not be recorded: out of the store in one rename, then removed."""
         away = self._staging / f"withdrawn.{secrets.token_hex(8)}"
         os.rename(place, away)
+        with self._lock:
+            self._used.pop(place.parent.name, None)
         sync_folder(place.parent)
         shutil.rmtree(away, ignore_errors=True)
 
@@ -207,26 +250,27 @@ def close_off(path: Path, wait_ms: int = WRITER_MS) -> int:
     fd = os.open(path, _READ)
     try:
         until_ms = boottime_ms() + wait_ms
-        while not _lease(fd):
+        while not lease(fd):
             if boottime_ms() >= until_ms:
                 raise Conflict(f"{path.name} is still open for writing", code="open_writer",
                                next_step="close every descriptor and mapping of the file before the commit")
             time.sleep(0.02)
         os.fchmod(fd, 0o400)
-        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     except BaseException:
         os.close(fd)
         raise
     return fd
 
 
-def _lease(fd: int) -> bool:
+def lease(fd: int) -> bool:
+    """Return whether nobody can write the file now: the kernel grants a read lease, given back at once."""
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             return False
         raise
+    fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     return True
 
 
@@ -248,6 +292,23 @@ def read_manifest(folder: Path) -> bytes:
     """Return the bytes of a committed manifest, unverified; raises OSError."""
     with os.fdopen(os.open(folder / MANIFEST, _READ | os.O_NONBLOCK), "rb") as source:
         return source.read(MAX_BYTES + 1)
+
+
+def over_budget(message: str, size: int, next_step: str) -> Denied:
+    """Return the refusal of a save for which there is no budget; `size` in bytes is what it, or its run, takes."""
+    return Denied(message, code="budget", next_step=next_step, details={"bytes": size})
+
+
+def _count(folder: Path, now_ms: int, only: str = "") -> _Used:
+    """Count the files of a run's steps (of the step `only`). Each is looked at once, without a manifest."""
+    found = _Used(0, 0, now_ms)
+    with suppress(OSError):
+        for step in [only] if only else os.listdir(folder):
+            with suppress(OSError), os.scandir(folder / step) as files:
+                for file in files:
+                    found.size += file.stat(follow_symlinks=False).st_size
+                    found.files += 1
+    return found
 
 
 def _mark(fd: int) -> tuple[int, ...]:

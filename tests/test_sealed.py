@@ -6,8 +6,10 @@ import json
 import mmap
 import os
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -488,4 +490,34 @@ def test_errors_carry_no_key_and_no_plaintext(fd: int) -> None:
     assert KEY.hex() not in told
     assert "weights" not in told
     assert dataclasses.is_dataclass(sealed.Item)
+    reader.close()
+
+
+def test_a_proof_ends_at_the_first_chunk_that_is_off(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guest can make a file of any length that costs it nothing; what it costs us is a few chunks."""
+    write(fd, DATA)
+    reader = sealed.Reader(fd, KEY, RUN, STEP)
+    assert reader.prove() == digest_bytes(os.pread(fd, 1 << 30, 0))  # control
+    real, asked, begun = reader._source.at, [], threading.Event()
+
+    @contextmanager
+    def at(offset: int, size: int, *, keep: bool = False) -> Iterator[memoryview]:
+        if not keep:  # the digest: slow, and of a file that has no end
+            asked.append(offset)
+            begun.set()
+            time.sleep(0.001)
+            offset = size = 0
+        with real(offset, size, keep=keep) as piece:
+            yield piece
+
+    def broken(*_: object, **__: object) -> None:
+        begun.wait(5)
+        raise Untrusted("off", code="sealed")
+
+    monkeypatch.setattr(reader._source, "at", at)
+    monkeypatch.setattr(reader._source, "size", 3000 << 20)
+    monkeypatch.setattr(reader, "_verify", broken)
+    with pytest.raises(Untrusted):
+        reader.prove()
+    assert len(asked) < 1000
     reader.close()
