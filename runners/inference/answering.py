@@ -21,7 +21,7 @@ from runners.inference.exchange import Exchange, Gone
 from runners.inference.filters import Withholder
 from runners.inference.listening import Listening, count, unreadable
 
-DIMENSIONS, WIDEST = 1 << 14, 1e30
+DIMENSIONS, WIDEST = 4096, 1e30
 FAULT = "unavailable.fault"
 
 

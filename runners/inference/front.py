@@ -79,18 +79,36 @@ def _check_form(exchange: Exchange) -> None:
 class Patient(HttpToolsProtocol):
     """HTTP/1.1 for a small door: a bound on open connections, a time for each part of a request, no pipelining.
 
-    A client that sends its next request before it has the answer would hide from us that it left.
+    A client that sends its next request before it has the answer would hide from us that it left. When all
+    connections are taken, the one goes that has been open longest without a call: connections cost their holder
+    nothing, so whoever holds them all must not keep out the caller who has something to ask.
     """
 
     _late: asyncio.TimerHandle | None = None
+    _idle_since = 0.0
 
     def connection_made(self, transport: Any) -> None:
-        """Begin to wait for the first request, or turn it away."""
+        """Begin to wait for the first request; make room for it, or turn it away."""
         super().connection_made(transport)
+        self._idle_since = self.loop.time()
         if len(self.connections) > CONNECTIONS:
-            transport.abort()
-            return
+            idle = [c for c in self.connections if isinstance(c, Patient) and c is not self and c.idle]
+            longest = min(idle, key=lambda c: c._idle_since, default=self)
+            longest.transport.abort()
+            self.connections.discard(longest)
+            if longest is self:
+                return
         self._wait(HEAD_S)
+
+    @property
+    def idle(self) -> bool:
+        """Return whether no call is under way on it."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def on_response_complete(self) -> None:
+        """An answer is out: from now on it is idle."""
+        self._idle_since = self.loop.time()
+        super().on_response_complete()
 
     def on_message_begin(self) -> None:
         """Begin to wait for the head; a request before the answer to the last one ends the connection."""

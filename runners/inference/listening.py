@@ -32,7 +32,7 @@ class Listening:
 
     def __init__(self, line: Line, exchange: Exchange, stops: Stops, labels: tuple[Labels, ...], call: str) -> None:
         self._line, self._exchange, self._stops, self._labels, self._call = line, exchange, stops, labels, call
-        self.tokens = self.bytes = 0
+        self.tokens = self.bytes = self._frames = 0
         self.whole = False
         self.end: dict[str, Any] = {"reason": "length"}
 
@@ -96,6 +96,7 @@ class Listening:
         """
         while True:
             frame = await self.frame()
+            self._frames += 1
             if "done" in frame:
                 self.end, self.whole = _done(frame["done"], self.tokens, most), True
                 return
@@ -103,7 +104,8 @@ class Listening:
             if not isinstance(piece, str):
                 raise unreadable()
             self.bytes += len(piece.encode())
-            if self.tokens + max(made, 1 if piece else 0) > most or self.bytes > most * TOKEN_BYTES:
+            over = self.tokens + max(made, 1 if piece else 0) > most or self.bytes > most * TOKEN_BYTES
+            if over or self._frames > most + 1:  # each has a token, but for the last text that was held back
                 self._line.overrun()
                 return
             self.tokens += made

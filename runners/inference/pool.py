@@ -13,13 +13,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from interlock.errors import Conflict, Refusal, Unavailable, Untrusted
+from interlock.errors import Conflict, Malformed, Refusal, Unavailable, Untrusted
 from interlock.order import Labels
 from policy.snapshot import ModelRow
-from runners.inference import frames
+from runners.inference import body, frames
+from runners.inference.dialled import Dialled
 
 HELLO_S = 10.0
 QUEUE_S = 5.0
+HELLO_LIMIT = 4096
+NESTED = frames.INPUTS + 64  # a row for each input is the most that an answer has
 BACKLOG = 64  # frames that wait for a slow client before its engine has to wait too
 
 
@@ -35,7 +38,7 @@ class Engine:
     error: str = ""
     hello: frames.Hello | None = None
     lines: "set[Line]" = field(default_factory=set)
-    server: asyncio.AbstractServer | None = None
+    server: Dialled | None = None
 
     @property
     def ready(self) -> bool:
@@ -71,7 +74,7 @@ class Line(asyncio.Protocol):
         _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if uid != self.engine.uid:
             self._refuse(Untrusted("this socket belongs to another run", code="peer"), peer_uid=uid)
-        elif len(self.engine.lines) >= frames.CONNECTIONS:
+        elif self.engine.server is None or len(self.engine.lines) >= frames.CONNECTIONS:
             self.drop()
         else:
             self.engine.lines.add(self)
@@ -89,12 +92,17 @@ class Line(asyncio.Protocol):
     def _frame(self) -> dict[str, Any] | None:
         if len(self._bytes) < frames.HEADER:
             return None
-        end = frames.HEADER + frames.length(bytes(self._bytes[: frames.HEADER]))
+        size = frames.length(bytes(self._bytes[: frames.HEADER]))
+        if size > (frames.LIMIT if self.asked else HELLO_LIMIT):
+            raise Malformed("an engine that nobody asked says too much", code="frame")
+        end = frames.HEADER + size
         if len(self._bytes) < end:
             return None
-        body = bytes(self._bytes[frames.HEADER:end])
+        found = bytes(self._bytes[frames.HEADER:end])
         del self._bytes[:end]
-        return frames.decode(body)
+        if body.opened(found, NESTED) > NESTED:
+            raise Malformed("a frame of an engine holds too many objects", code="frame")
+        return frames.decode(found)
 
     def _take(self, frame: dict[str, Any]) -> None:
         if not self.ready:
@@ -183,9 +191,7 @@ class Pool:
             listener.close()
             raise Conflict("this attempt is open already", code="engine")
         self._engines[key] = engine
-        listener.setblocking(False)
-        loop = asyncio.get_running_loop()
-        engine.server = await loop.create_unix_server(lambda: Line(engine, self), sock=listener)
+        engine.server = Dialled(listener, lambda: Line(engine, self))
 
     def close(self, run: str, attempt: int) -> None:
         """Hang up on an attempt and listen for it no more; one that is not open is no error."""
@@ -194,6 +200,7 @@ class Pool:
             return
         if engine.server is not None:
             engine.server.close()
+            engine.server = None  # one that is being accepted right now finds nobody
         for line in list(engine.lines):
             line.drop()
 

@@ -1,5 +1,6 @@
 """Hostile engines, local flooders, callers with tricks: what they must not get, take or hold up."""
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -12,7 +13,7 @@ import httpx
 import pytest
 
 from interlock.order import ScopeKind
-from runners.inference import frames
+from runners.inference import dialled, frames, front, pool
 from runners.inference.pool import Engine
 from tests.inference.gateway_room import Room, credential, wait_for
 from tests.inference.stand_in import VERSION, Script
@@ -157,3 +158,99 @@ def test_line_ends_of_other_readers_do_not_break_an_event(room: Room) -> None:
         pieces = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
         found = "".join(httpx.Response(200, content=p).json()["choices"][0]["text"] for p in pieces)
     assert found == text
+
+
+# --- an engine that floods ----------------------------------------------------------------------------
+
+
+def lines_of(room: Room, model: str = "luna") -> tuple[str, Engine]:
+    """Open an engine's socket that the test dials by itself."""
+    path, run = str(room.folder / "f.sock"), f"run_{model}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(path)
+    listener.listen(4)
+    engine = Engine(run, 1, os.getuid(), room.labels(model, run), VERSION)
+    room.soon(room.gateway.pool.open(engine, listener))
+    return path, engine
+
+
+def test_an_engine_that_nobody_asked_cannot_make_the_gateway_read_much(room: Room) -> None:
+    path, engine = lines_of(room)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+        line.connect(path)
+        line.sendall((4097).to_bytes(4, "big"))
+        assert line.recv(1) == b""  # by the length alone
+    wait_for(lambda: engine.error == "malformed.frame")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+        line.connect(path)
+        frames.send(line, frames.Hello("run_luna", 1, VERSION, "text", 4096, "luna").as_json())
+        wait_for(lambda: engine.ready)  # control
+        line.sendall((4097).to_bytes(4, "big"))
+        assert line.recv(1) == b""
+
+
+def test_an_engine_that_dials_without_end_waits(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialled, "BURST", 4)
+    path, engine = lines_of(room)
+    begun = time.monotonic()
+    for _ in range(14):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+            line.settimeout(5)
+            line.connect(path)
+            line.sendall((4097).to_bytes(4, "big"))
+            assert line.recv(1) == b""
+    assert time.monotonic() - begun > 9 / dialled.PER_S  # the four at once, the others at their pace
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+        line.connect(path)
+        frames.send(line, frames.Hello("run_luna", 1, VERSION, "text", 4096, "luna").as_json())
+        wait_for(lambda: engine.ready)  # control: it is not locked out
+
+
+def test_refuses_a_frame_of_very_many_objects_and_takes_text_full_of_brackets(room: Room) -> None:
+    text = "[{" * 500
+    with hostile(room, "luna", lambda _: [{"delta": text, "tokens": 9}, end(9)]):
+        assert room.ask("rae", max_tokens=9).json()["choices"][0]["text"] == text  # control
+    with hostile(room, "luna", lambda _: [{"delta": "x", "tokens": 1, "more": [[]] * 400}, end(1)]):
+        assert room.ask("rae").status_code == 502
+
+
+@pytest.mark.parametrize(("frames_sent", "whole"), [(5, True), (6, False), (500, False)])
+def test_frames_without_tokens_are_not_read_for_ever(room: Room, frames_sent: int, whole: bool) -> None:
+    def answer(_: str) -> list[dict[str, Any]]:
+        return [*[{"delta": "", "tokens": 0}] * frames_sent, end(0)]
+
+    with hostile(room, "luna", answer):
+        assert room.ask("rae", max_tokens=4).json()["choices"][0]["finish_reason"] == ("stop" if whole else "length")
+    wait_for(lambda: len(room.records.of("incident.raised")) == (not whole))
+
+
+def test_a_connection_that_comes_after_the_end_of_an_attempt_finds_nobody(room: Room) -> None:
+    _, engine = lines_of(room)
+
+    async def both() -> None:
+        line = pool.Line(engine, room.gateway.pool)
+        room.gateway.pool.close(engine.run, 1)
+        mine, theirs = socket.socketpair()
+        with theirs:
+            mine.setblocking(False)
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: line, mine)
+            assert line.lost
+
+    room.soon(both())
+    assert not engine.lines
+
+
+# --- somebody who holds every connection --------------------------------------------------------------
+
+
+def test_who_holds_every_connection_keeps_nobody_out(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "CONNECTIONS", 8)
+    script = Script(text="x" * 400, pace_s=0.01)
+    with room.engine(script=script), contextlib.closing(stalled(room)) as under_way, contextlib.ExitStack() as held:
+        wait_for(lambda: script.made)
+        for _ in range(20):
+            held.enter_context(socket.create_connection(("127.0.0.1", room.port)))
+        assert room.ask("rae", max_tokens=2).status_code == 200
+        assert not script.aborted_at  # control: the one with a call under way stays, though it is the oldest
+        under_way.close()
+        wait_for(lambda: script.aborted_at)
