@@ -224,6 +224,9 @@ def test_a_run_shows_its_curve_with_a_table_and_its_checkpoints(gallery: Gallery
     for path in ("/models", "/models/child", f"/runs/{gallery.run}"):
         page.goto(path)
         assert page.evaluate("document.documentElement.scrollWidth") <= 320, path
+        assert violations(page) == [], path  # tables that scroll sideways can be reached by the keyboard
+    words = page.locator("figure.curve text").all()
+    assert min(w.bounding_box()["height"] for w in words) >= 11  # the drawing shrinks, its words do not
     made.close()
 
 
