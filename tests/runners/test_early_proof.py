@@ -1,6 +1,7 @@
 """Files that are proven before the commit: what is found early counts, what is not is found at the commit."""
 
 import os
+import threading
 import time
 
 import pytest
@@ -37,6 +38,10 @@ def until(check):
     while not check():
         assert time.monotonic() < end
         time.sleep(0.005)
+
+
+def idle():
+    return not any(t.name == "early-proof" for t in threading.enumerate())
 
 
 def test_a_finished_file_is_proven_while_the_next_one_is_written(door, proven):
@@ -123,3 +128,26 @@ def test_only_one_proof_is_made_at_a_time():
     early.begin(["a", "bad", "c"], prove)
     assert early.take("c") == ("c", [])
     assert started == ["a", "bad", "c"]
+
+
+@pytest.mark.parametrize(("over", "count"), [(False, 2), (True, 1)])  # the first is the control
+def test_what_is_stopped_is_not_read_on(door, monkeypatch, over, count):
+    read, real = [], saving.wrapped_of
+    save = door.ready().begin(5)
+    reply, fd = door.ask_file("save_file", save=save, name="a.sealed")
+    door.file(save, "b.sealed", 5, v=b"two")
+    until(idle)
+    seal(fd, reply, 5, w=b"one")
+    os.close(fd)
+
+    def ending(fd):
+        read.append(fd)
+        door.over = over
+        return real(fd)
+
+    monkeypatch.setattr(saving, "wrapped_of", ending)
+    _, fd = door.ask_file("save_file", save=save, name="c.sealed")
+    os.close(fd)
+    until(lambda: read)
+    until(idle)
+    assert len(read) == count  # of a and b, both tried now

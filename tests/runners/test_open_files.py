@@ -142,6 +142,19 @@ def test_the_largest_save_goes_when_the_disk_is_nearly_full(door, monkeypatch):
         os.close(fd)
 
 
+def test_refuses_when_few_inodes_are_left(door, monkeypatch):
+    disk = list(os.statvfs(door.root))
+    for left, refused in ((1, True), (500, False)):  # the second is the control
+        disk[5:8] = 1000, left, left
+        with monkeypatch.context() as patch:
+            patch.setattr(store.os, "statvfs", lambda _, rows=tuple(disk): os.statvfs_result(rows))
+            if refused:
+                with pytest.raises(Unavailable, match=r"unavailable\.disk"):
+                    door.begin(1)
+            else:
+                door.begin(1)
+
+
 def test_refuses_a_save_while_too_many_files_of_dropped_ones_are_open(door, monkeypatch):
     monkeypatch.setattr(saving, "LEFT", 2)
     held = []
