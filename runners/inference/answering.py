@@ -39,7 +39,7 @@ class Answering:
         self._exchange, self._listening, self._shape, self._terms = exchange, listening, shape, terms
         self._record, self._evidence, self._started_ns = record, evidence, started_ns
         self._durable_first = row.tier is not Tier.NONE
-        self._withholder = Withholder() if terms.withhold else None
+        self._withholder = Withholder(shape.asked.prompt) if terms.withhold else None
         self._text: list[str] = []
         self._digest, self._bytes, self._first_us = hashlib.sha256(), 0, 0
         self._written = False

@@ -19,7 +19,7 @@ from interlock.tier import Tier
 from policy.facts import ANONYMOUS
 from policy.snapshot import Snapshot
 from runners.inference.limits import ANONYMOUS as FREE
-from runners.inference.limits import KEY, Allowance, source_of
+from runners.inference.limits import KEY, PERSON, Allowance, source_of
 
 PUBLIC = "public"
 MISPLACED = frozenset({b"x-api-key", b"api-key", b"proxy-authorization"})
@@ -47,14 +47,16 @@ class Caller:
         return Subject(self.id, self.tenant, ANONYMOUS if self.anonymous else "service", self.person)
 
     @property
-    def allowance(self) -> Allowance:
-        """Return his limits."""
-        return FREE if self.anonymous else KEY
+    def bucket(self) -> str:
+        """Return the name under which his calls are counted first: his key, or where he comes from."""
+        return f"from {source_of(self.source)}" if self.anonymous else self.id
 
     @property
-    def bucket(self) -> str:
-        """Return the name under which his calls are counted: his key, or where he comes from."""
-        return f"from {source_of(self.source)}" if self.anonymous else self.id
+    def limits(self) -> tuple[tuple[str, Allowance], ...]:
+        """Return his limits, and under which name each is counted: of the key, then of the human behind it."""
+        if self.anonymous:
+            return ((self.bucket, FREE),)
+        return (self.bucket, KEY), (f"person {self.person or self.id}", PERSON)
 
     def labels(self, node: str) -> Labels:
         """Return what a stop order can name of him: his tenant, his key, the person behind it."""

@@ -63,7 +63,8 @@ class Calls:
         """Return who calls, when he is known and within his rate. Raises Untrusted, Denied, Stale, TooMany."""
         caller = authenticate(exchange.headers, self.directory.entitlements(), exchange.source)
         try:
-            self.rates.take(caller.bucket, caller.allowance, time.clock_gettime_ns(time.CLOCK_BOOTTIME))
+            for name, allowance in caller.limits:
+                self.rates.take(name, allowance, time.clock_gettime_ns(time.CLOCK_BOOTTIME))
         except TooMany as refusal:
             self._evidence.counted(caller, exchange.source, refusal)
             raise OnRecordError(refusal) from None
@@ -83,7 +84,7 @@ class Calls:
         known = _Known(new_id("call"), caller)
         exchange.extra["x-request-id"] = known.call
         try:
-            with self.slots.hold(caller.bucket, caller.allowance):
+            with self.slots.hold(*caller.limits):
                 await self._call(exchange, kind, caller, known, started_ns)
         except OnRecordError as told:
             await exchange.refuse(told.refusal)

@@ -22,17 +22,27 @@ _SPACE = re.compile(r"\s")
 
 
 class Withholder:
-    """One answer. `feed` each piece, then `finish` once; what they return, joined, is the answer to show."""
+    """One answer. `feed` each piece, then `finish` once; what they return, joined, is the answer to show.
 
-    def __init__(self) -> None:
-        self._held = ""
-        self._cutting = False
+    Args: `before` the text that the answer goes on with: a link may begin there, and be asked for a bit at a time.
+    Nothing of it is shown; of the link, what the answer adds is cut.
+    """
+
+    def __init__(self, before: str = "") -> None:
+        self._held, self._theirs, self._mark = "", 0, ""
+        self._cutting = self._owed = False
         self.count = 0
+        self.feed(before.rsplit(maxsplit=1)[-1] if before.strip() and not before[-1].isspace() else "")
+        self._theirs = len(self._held)  # so many characters of what is held are not the answer's
+        self.count, self._owed = 0, self._cutting
 
     def feed(self, piece: str) -> str:
         """Return what may be shown now; at most `LOCAL` + 1 characters stay behind."""
         text = self._held + piece
         shown: list[str] = []
+        if piece and self._cutting and self._owed and not _SPACE.match(piece):
+            shown, self.count = [self._mark], 1
+        self._owed = self._owed and not piece
         while True:
             if self._cutting:
                 space = _SPACE.search(text)
@@ -43,18 +53,19 @@ class Withholder:
             found = _first(text)
             if found is None:
                 break
-            start, end, mark = found
-            shown += [text[:start], mark]
-            text, self._cutting = text[end:], True
+            start, end, self._mark = found
+            shown += [text[self._theirs:start], self._mark]
+            text, self._cutting, self._theirs = text[end:], True, 0
             self.count += 1
-        keep = _open_end(text)
-        self._held = text[len(text) - keep:]
-        shown.append(text[: len(text) - keep])
+        certain = len(text) - _open_end(text)
+        self._held = text[certain:]
+        shown.append(text[self._theirs:certain])
+        self._theirs = max(0, self._theirs - certain)
         return "".join(shown)
 
     def finish(self) -> str:
         """Return what was held back: nothing completes it any more."""
-        left, self._held = self._held, ""
+        left, self._held = self._held[self._theirs:], ""
         return left
 
 

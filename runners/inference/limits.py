@@ -6,6 +6,7 @@ nothing. So in any span of time T at most burst + rate · T calls are admitted, 
 """
 
 import ipaddress
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ class Allowance:
 
 ANONYMOUS = Allowance(per_s=3, burst=3, together=2)
 KEY = Allowance(per_s=50, burst=100, together=16)
+PERSON = Allowance(per_s=200, burst=400, together=64)  # all keys of one human: he may have 50 of them
 TOGETHER = 512
 
 
@@ -68,37 +70,34 @@ class Rates:
 
 
 class Slots:
-    """Calls that are open now, for each caller and in all."""
+    """Calls that are open now, for each caller and in all (`held`)."""
 
     def __init__(self, together: int = TOGETHER) -> None:
         self._together = together
-        self._open: dict[str, int] = {}
-
-    @property
-    def held(self) -> int:
-        """Return how many calls are open."""
-        return sum(self._open.values())
+        self._open: Counter[str] = Counter()
+        self.held = 0
 
     @contextmanager
-    def hold(self, caller: str, allowance: Allowance) -> Iterator[None]:
-        """Hold a slot while the block runs, however it ends.
+    def hold(self, *limits: tuple[str, Allowance]) -> Iterator[None]:
+        """Hold one slot while the block runs, however it ends; it counts under each name of `limits`.
 
         Raises TooMany (``too_many.concurrent``) or, when the gateway itself is full, Unavailable
         (``unavailable.busy``).
         """
-        if self._open.get(caller, 0) >= allowance.together:
-            raise too_many(f"more than {allowance.together} calls at once", "concurrent", SECOND_NS)
+        for caller, allowance in limits:
+            if self._open[caller] >= allowance.together:
+                raise too_many(f"more than {allowance.together} calls at once", "concurrent", SECOND_NS)
         if self.held >= self._together:
             raise Unavailable("the gateway has too many calls at once", code="busy", next_step="try again in a second")
-        self._open[caller] = self._open.get(caller, 0) + 1
+        names = [caller for caller, _ in limits]
+        self._open.update(names)
+        self.held += 1
         try:
             yield
         finally:
-            left = self._open[caller] - 1
-            if left:
-                self._open[caller] = left
-            else:
-                del self._open[caller]
+            self.held -= 1
+            self._open.subtract(names)
+            self._open += Counter()  # forgets whoever holds none
 
 
 def too_many(words: str, code: str, wait_ns: int) -> TooMany:

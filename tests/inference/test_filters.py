@@ -1,5 +1,7 @@
 """The output filter: what it cuts, and that it does not matter where a stream was cut."""
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,3 +58,41 @@ def test_a_match_that_is_split_is_caught_and_the_rest_is_not_held_up() -> None:
     assert one.feed("more of it and") == " of it "
     assert one.finish() == "and"
     assert one.count == 1
+
+
+@given(st.lists(st.sampled_from(PARTS), max_size=8).map("".join), st.lists(st.sampled_from(PARTS), max_size=12).map(
+    "".join), st.lists(st.integers(0, 9), max_size=20))
+def test_it_does_not_matter_where_an_answer_to_a_text_was_cut(before: str, text: str, cuts: list[int]) -> None:
+    one, at, shown = Withholder(before), 0, ""
+    for size in cuts:
+        shown += one.feed(text[at:at + size])
+        at += size
+    shown += one.feed(text[at:]) + one.finish()
+    once = Withholder(before)
+    assert shown == once.feed(text) + once.finish()
+    if not before or before[-1] in " \n":
+        assert shown == withhold(text)
+
+
+@pytest.mark.parametrize(("before", "text", "shown"), [
+    ("see https://", "evil.example/a now", "[link withheld] now"),
+    ("see https:/", "/evil.example now", "[link withheld] now"),
+    ("see ht", "tp://evil.example now", "[link withheld] now"), ("www.ev", "il.example, and", "[link withheld] and"),
+    ("mail bob@", "evil.example now", "[address withheld] now"), ("mail bo", "b@evil.example", "[address withheld]"),
+    ("mail bob@e", "vil.example now", "[address withheld] now"), ("see ht", "e end", "e end"), ("a ww", "w!", "w!"),
+    ("http://a.b ", "is one", "is one"), ("http://a.b", " is one", " is one"), ("http://a.b", "", ""), ("", "x", "x"),
+    ("once", " upon", " upon"), ("  ", "x", "x"), ("http://a.b", "/c http://d", "[link withheld] [link withheld]"),
+])
+def test_a_link_that_begins_in_the_prompt_is_cut_in_the_answer(before: str, text: str, shown: str) -> None:
+    one = Withholder(before)
+    assert one.feed(text) + one.finish() == shown
+    each = Withholder(before)
+    assert "".join(map(each.feed, text)) + each.finish() == shown
+    assert one.count == each.count == shown.count("withheld")
+
+
+def test_a_prompt_full_of_links_costs_no_time() -> None:
+    begun = time.thread_time()
+    for before in ("http://a " * 110_000, "http://a" * 120_000, "a@b" * 300_000, "h" * 1_000_000, "@" * 1_000_000):
+        Withholder(before)
+    assert time.thread_time() - begun < 2

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import socket
 import threading
@@ -12,8 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
+from interlock.canon import digest_bytes
 from interlock.order import ScopeKind
-from runners.inference import dialled, frames, front, pool
+from runners.inference import callers, dialled, frames, front, pool
+from runners.inference.limits import Allowance
 from runners.inference.pool import Engine
 from tests.inference.gateway_room import Room, credential, wait_for
 from tests.inference.stand_in import VERSION, Script
@@ -254,3 +257,18 @@ def test_who_holds_every_connection_keeps_nobody_out(room: Room, monkeypatch: py
         assert not script.aborted_at  # control: the one with a call under way stays, though it is the oldest
         under_way.close()
         wait_for(lambda: script.aborted_at)
+
+
+# --- a person with many keys --------------------------------------------------------------------------
+
+
+def test_all_keys_of_a_person_have_one_limit_together(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert room.view.now is not None
+    rae, more = room.view.now.keys["key_rae0000000"], credential("more")
+    second = dataclasses.replace(rae, id="key_more000000", hash=digest_bytes(more.encode()))
+    room.view.now = dataclasses.replace(room.view.now, keys={**room.view.now.keys, second.id: second})
+    monkeypatch.setattr(callers, "PERSON", Allowance(per_s=1, burst=3, together=3))
+    with room.engine():
+        found = [room.ask(name).status_code for name in ("rae", "more", "rae", "more", "rae")]
+        assert found == [200, 200, 200, 429, 429]
+        assert room.ask("pat").status_code == 200  # control: another person

@@ -67,15 +67,21 @@ def test_memory_is_bounded_and_forgetting_lifts_no_limit() -> None:
 
 def test_slots_come_back_however_the_block_ends() -> None:
     slots, two = Slots(together=3), Allowance(1, 1, 2)
-    with slots.hold("a", two), slots.hold("a", two):
-        with pytest.raises(TooMany) as refused, slots.hold("a", two):
+    with slots.hold(("a", two)), slots.hold(("a", two)):
+        with pytest.raises(TooMany) as refused, slots.hold(("a", two)):
             pass
         assert refused.value.code == "too_many.concurrent"
-        with slots.hold("b", two):
-            with pytest.raises(Unavailable) as full, slots.hold("c", two):
+        with slots.hold(("b", two)):
+            with pytest.raises(Unavailable) as full, slots.hold(("c", two)):
                 pass
             assert full.value.code == "unavailable.busy"
-    with pytest.raises(ZeroDivisionError), slots.hold("a", two):
+    with slots.hold(("a", two), ("person", two)), slots.hold(("b", two), ("person", two)):
+        assert slots.held == 2  # a call counts once in all, and under each of its names
+        with pytest.raises(TooMany), slots.hold(("c", two), ("person", two)):
+            pass
+        with slots.hold(("c", two)):  # control, and the refused one held nothing
+            pass
+    with pytest.raises(ZeroDivisionError), slots.hold(("a", two)):
         raise ZeroDivisionError
     assert slots.held == 0
 
