@@ -14,7 +14,7 @@ from control_plane.order_log import OrderLog
 from control_plane.settings import Places, Settings
 from control_plane.store.db import open_engine
 from control_plane.store.records import open_ledger
-from control_plane.store.versions import upgrade
+from control_plane.store.versions import current, upgrade
 from interlock import origin
 from interlock.errors import Malformed, Refusal, Unavailable
 from interlock.event import Event, EventType
@@ -68,10 +68,11 @@ def do_migrate(_words: argparse.Namespace, state: Path) -> None:
     with serve.alone(found.places):
         engine = open_engine(found.database_url)
         try:
+            before = current(engine)
             upgrade(engine)
+            print(json.dumps({"migrated": True, "before": before, "now": current(engine)}))
         finally:
             engine.dispose()
-    print(json.dumps({"migrated": True}))
 
 
 def do_serve(words: argparse.Namespace, state: Path) -> None:

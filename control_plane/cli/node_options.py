@@ -3,18 +3,21 @@ that the next `interlock up` starts it with the same again."""
 
 import json
 import re
+import socket
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from control_plane.cli import programs
 from control_plane.cli.programs import NODE, Places
-from interlock.errors import Conflict, Malformed, Usage
+from interlock.errors import Conflict, Malformed, Unavailable, Usage
 from sandbox.profile import HIDDEN
 
 GUEST = "guest"
 DEFAULT_GATEWAY_PORT = 7072
+ENDING_S = 3.0
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 
 
@@ -107,6 +110,24 @@ def folder(path: Path) -> Path:
         raise Usage(f"no run is ever shown {real}", code="data_root",
                     next_step="choose a folder outside " + ", ".join(HIDDEN))
     return real
+
+
+def refuse_taken(port: int) -> None:
+    """Refuse a gateway's port that somebody has: the address that is told to people would be another's. A gateway of
+    our own whose node was killed just now ends within `ENDING_S`. Raises Unavailable (``unavailable.port``)."""
+    until = time.monotonic() + ENDING_S
+    while True:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+                return
+            except OSError as error:
+                if time.monotonic() > until:
+                    raise Unavailable(
+                        f"port {port} cannot be used for the gateway: {error.strerror}", code="port",
+                        next_step="end what uses it, or choose another: interlock up --gateway-port") from None
+        time.sleep(0.1)
 
 
 def write_open(path: Path, value: Any) -> None:

@@ -117,6 +117,14 @@ def running(places: Places, name: str) -> Program | None:
     return found if found and found.lives else None
 
 
+def words_of(program: Program) -> list[str]:
+    """Return the command line of a running program, nothing when it has just ended."""
+    try:
+        return Path(f"/proc/{program.pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
 def clean_environment() -> dict[str, str]:
     """Return the environment of a program: nothing of the caller's but PATH."""
     return {"PATH": os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin"), "LANG": "C.UTF-8", "HOME": "/"}

@@ -4,6 +4,7 @@ init → pin the bundle signers → a join file (before anything serves) → con
 join → supervisor → node. Every step looks first whether it was done; a second `up` starts what is missing.
 """
 
+import json
 import os
 import re
 import select
@@ -19,7 +20,7 @@ import typer
 
 from control_plane.cli import down, owners, programs
 from control_plane.cli.invocation import Invocation, RuntimeOption, StateOption
-from control_plane.cli.node_options import DEFAULT_GATEWAY_PORT, NodeOptions, options, write_open
+from control_plane.cli.node_options import DEFAULT_GATEWAY_PORT, NodeOptions, options, refuse_taken, write_open
 from control_plane.cli.owners import Owner
 from control_plane.cli.programs import CONTROL, NODE, SUPERVISOR, Places, module
 from control_plane.cli.terminal import Terminal, fields, state, table
@@ -55,14 +56,23 @@ class Rise:
         return self.terminal.wait(text)
 
     def prepare(self) -> None:
-        """Make system users (root only), folders and site.json."""
+        """Make system users (root only), folders and site.json. Raises Unavailable (``unavailable.port``)."""
+        if self.is_root and not programs.running(self.places, NODE):
+            refuse_taken(int(self.site["gateway_port"]))
         broker = gateway = None
         if self.is_root:
             self.control, broker, gateway = (self._user(name) for name in owners.USERS)
         owners.lay_folders(self.places, self.control, broker, gateway)
-        if self.site != self.places.site():
+        old = self.places.site()
+        if self.site != old:
             write_open(self.places.site_file, self.site)
+        if old and self.site["gateway_port"] != old.get("gateway_port"):
+            self._note(f"the gateway's port: {self.site['gateway_port']} (another one: --gateway-port, after a down)")
         self.node.note(self.places)
+
+    def _note(self, added: str) -> None:
+        self.made.append(added)
+        self.terminal.note(f"adds to this site {added}")
 
     def _user(self, name: str) -> Owner:
         found = owners.owner(name)
@@ -131,8 +141,16 @@ class Rise:
         self.terminal.note(f"{name} is ready (pid {found.pid})")
 
     def serve_control(self) -> None:
-        """Start the control plane under its own user."""
-        self.start(CONTROL, self.control_command("serve"), "starts the control plane")
+        """Start the control plane under its own user; the tables of an older program are brought to ours first."""
+        try:
+            self.start(CONTROL, self.control_command("serve"), "starts the control plane")
+        except Conflict as refusal:
+            if refusal.code != "conflict.schema":
+                raise
+            with self._do("brings the database to this version"):
+                said = json.loads(_last_line(programs.ask(self.control_command("migrate"), what="migrate")))
+            self._note(f"tables of the database, from version {said['before']} to {said['now']}")
+            self.start(CONTROL, self.control_command("serve"), "starts the control plane")
 
     def join(self, file: Path | None) -> None:
         """Join this host, once; the join file is gone afterwards whatever happens."""
@@ -176,6 +194,7 @@ class Rise:
         for name in (CONTROL, SUPERVISOR, NODE):
             found = programs.running(self.places, name)
             rows.append({"name": name, "pid": found.pid if found else 0, "state": "ready" if found else "missing"})
+        self._look_for_gateway()
         keys = self.places.state / "control" / "keys"
         return {
             "state": str(self.places.state), "runtime": str(self.places.runtime), "node": self.site["node"],
@@ -187,6 +206,16 @@ class Rise:
             "backup": f"copy {keys} to an offline medium, then: interlock doctor --confirm-backup "
                       f"--state {self.places.state}",
         }
+
+
+    def _look_for_gateway(self) -> None:
+        """Say so when the node that runs was started by a program that knew no gateway, or with another port."""
+        found = programs.running(self.places, NODE)
+        words = [] if found is None else programs.words_of(found)
+        if found is not None and f"--gateway-port {self.site['gateway_port']}" not in " ".join(words):
+            self.missing.append(Unavailable(
+                "the programs run as an earlier version started them, without this gateway: no model can be called",
+                code="gateway", next_step="interlock down, then interlock up").as_json())
 
 
 def control_argv(
@@ -218,10 +247,13 @@ def site_of(
         return {"site": name, "people_port": people or DEFAULT_PORTS[0], "nodes_port": nodes or DEFAULT_PORTS[1],
                 "node": node_id(socket.gethostname()), "gateway_port": gateway or DEFAULT_GATEWAY_PORT}
     found.setdefault("gateway_port", gateway or DEFAULT_GATEWAY_PORT)
+    if gateway is not None and not programs.running(places, NODE):
+        found["gateway_port"] = gateway  # the node alone uses it: it hears of it when it starts
     for key, given in (("people_port", people), ("nodes_port", nodes), ("gateway_port", gateway)):
         if given is not None and given != found.get(key):
             raise Conflict(f"this state has {key} {found.get(key)}", code="site",
-                           next_step="leave the option out, or choose another --state")
+                           next_step="interlock down first" if key == "gateway_port" else
+                           "leave the option out, or choose another --state")
     if not all(isinstance(found.get(k), t) for k, t in
                (("people_port", int), ("nodes_port", int), ("gateway_port", int), ("node", str), ("site", str))):
         raise Malformed(f"{places.site_file} is not a site file", code="settings")

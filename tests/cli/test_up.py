@@ -16,7 +16,7 @@ from control_plane.cli import doctor, node_options, owners, up
 from control_plane.cli.owners import Owner
 from control_plane.cli.programs import Places, Program, start_time
 from control_plane.cli.terminal import Terminal
-from interlock.errors import Conflict, Malformed, NotFound, Usage
+from interlock.errors import Conflict, Malformed, NotFound, Unavailable, Usage
 from sandbox.reach import package_folders, reach
 
 NOT_ROOT = os.geteuid() != 0
@@ -196,6 +196,7 @@ def test_refuses_when_the_port_is_in_use(places: Places) -> None:
         other = spare.getsockname()[1]
         spare.close()
         command = [str(Path(sys.executable).parent / "interlock"), "--json", "up", "--detach", "--site", "demo",
+                   "--gateway-port", str(free_port()),
                    "--people-port", str(taken.getsockname()[1]), "--nodes-port", str(other), "--state",
                    str(places.state), "--runtime", str(places.runtime)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
@@ -220,7 +221,113 @@ def test_refuses_when_the_state_is_half_made(interlock, places: Places) -> None:
     half = places.state / "control" / "keys"
     half.mkdir(parents=True)
     (half / "ca.pem").write_text("begun")
-    status, value, _ = interlock("up", "--detach", "--state", str(places.state), "--runtime", str(places.runtime))
+    status, value, _ = interlock("up", "--detach", "--state", str(places.state), "--runtime", str(places.runtime),
+                                 "--gateway-port", str(free_port()))
     assert (status, value["error"]["code"]) == (1, "conflict.half_made")
     assert [p.name for p in half.iterdir()] == ["ca.pem"]
     assert not list(places.runtime.glob("*.pid"))
+
+
+# --- a state that an older program made -------------------------------------------------------------
+OLD_SITE = {"site": "demo", "people_port": 7070, "nodes_port": 7071, "node": "n1"}
+
+
+def risen(places: Places, monkeypatch: pytest.MonkeyPatch, *, root: bool = False) -> up.Rise:
+    monkeypatch.setattr(owners, "lay_folders", lambda *_: None)
+    monkeypatch.setattr(up.Rise, "_user", lambda *_: Owner(61001, 61001))
+    return up.Rise(places, Terminal(as_json=True), up.site_of(places, "demo", None, None), [],
+                   node_options.NodeOptions([], []), [], is_root=root)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def node_runs(places: Places) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that stands for a node which an older program started."""
+    places.runtime.mkdir(parents=True)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        start = start_time(process.pid)
+        assert start is not None
+        Program(up.NODE, process.pid, start).write(places)
+        yield process
+        process.kill()
+
+
+def test_an_old_site_gets_a_gateway_and_is_told_so(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    places.site_file.write_text(json.dumps(OLD_SITE))
+    rise = risen(places, monkeypatch)
+    rise.prepare()
+    assert places.site() == {**OLD_SITE, "gateway_port": node_options.DEFAULT_GATEWAY_PORT}
+    assert ["the gateway's port" in made for made in rise.made] == [True]
+    again = risen(places, monkeypatch)
+    again.prepare()
+    assert again.made == []
+
+
+def test_the_gateways_port_changes_only_while_no_node_runs(
+    places: Places, node_runs: subprocess.Popen[bytes]
+) -> None:
+    places.site_file.write_text(json.dumps({**OLD_SITE, "gateway_port": 7072}))
+    with pytest.raises(Conflict):
+        up.site_of(places, "demo", None, None, 7074)
+    node_runs.kill()
+    node_runs.wait()
+    assert up.site_of(places, "demo", None, None, 7074)["gateway_port"] == 7074
+
+
+def test_refuses_when_the_gateways_port_is_anothers(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address of another site's gateway would be shown as ours."""
+    places.site_file.write_text(json.dumps({**OLD_SITE, "gateway_port": free_port()}))
+    monkeypatch.setattr(node_options, "ENDING_S", 0.0)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", up.site_of(places, "demo", None, None)["gateway_port"]))
+        other.listen()
+        with pytest.raises(Unavailable) as found:
+            risen(places, monkeypatch, root=True).prepare()
+    assert (found.value.code, "--gateway-port" in found.value.next_step) == ("unavailable.port", True)
+    risen(places, monkeypatch, root=True).prepare()
+
+
+def test_says_that_a_running_node_has_no_gateway(
+    places: Places, monkeypatch: pytest.MonkeyPatch, node_runs: subprocess.Popen[bytes]
+) -> None:
+    places.site_file.write_text(json.dumps({**OLD_SITE, "gateway_port": 7072}))
+    rise = risen(places, monkeypatch)
+    assert [m["code"] for m in rise.report()["missing"]] == ["unavailable.gateway"]
+    monkeypatch.setattr(up.programs, "words_of", lambda found: ["python", "--gateway-port", "7072", str(found.pid)])
+    assert risen(places, monkeypatch).report()["missing"] == []
+    assert node_runs.poll() is None
+
+
+def test_the_tables_of_an_old_database_are_brought_up(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def launch(_places: Places, name: str, _argv: list[str]) -> Program:
+        if done == []:
+            raise Conflict("the database is at version 01_01, this program needs 02_02", code="schema")
+        done.append(name)
+        return Program(name, 1, 1)
+
+    def ask(argv: list[str], *, what: str) -> str:
+        assert argv[-3] == "migrate"
+        done.append(what)
+        return json.dumps({"migrated": True, "before": "01_01", "now": "02_02"})
+
+    monkeypatch.setattr(up.programs, "launch", launch)
+    monkeypatch.setattr(up.programs, "ask", ask)
+    places.site_file.write_text(json.dumps(OLD_SITE))
+    rise = risen(places, monkeypatch)
+    rise.serve_control()
+    assert (done, rise.started) == (["migrate", up.CONTROL], [up.CONTROL])
+    assert rise.made == ["tables of the database, from version 01_01 to 02_02"]
+    monkeypatch.setattr(up.programs, "launch", refuses_state)
+    with pytest.raises(Conflict):
+        risen(places, monkeypatch).serve_control()
+
+
+def refuses_state(*_: object) -> Program:
+    raise Conflict("this state is served already", code="served")
