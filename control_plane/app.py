@@ -41,7 +41,7 @@ from control_plane.signing import Signers, read_kek
 from control_plane.slot import BundleSlot
 from control_plane.store.db import open_engine
 from control_plane.store.records import open_ledger
-from control_plane.ticker import Ticker, grow_trust
+from control_plane.ticker import Ticker, grow_trust, look_for_keks
 from control_plane.wall import BodyLimit, PageHeaders
 from interlock.errors import Refusal
 from policy.gate import Gate
@@ -64,16 +64,16 @@ def build(settings: Settings) -> Parts:
     slot = BundleSlot(engine, places.trust)
     gate = Gate(slot.decide, desk.stopped, book.record, desk.epoch)
     keys = RunKeys(settings.kms, places.keys / FOLDER)
-    keys.prepare()
     return Parts(settings, engine, kek, signers, book, bell, desk, slot, gate, OutputStore(places.control),
                  keys, threading.Lock())
 
 
 def start(parts: Parts) -> dict[str, str]:
-    """Catch up with the order log and load the bundle; return what could not be done, by name."""
+    """Catch up with the order log, load the bundle, look for the key-encryption key; return what could not be done,
+    by name."""
     faults: dict[str, str] = {}
     jobs: tuple[tuple[str, Callable[[], object]], ...] = (
-        ("orders", parts.desk.catch_up), ("bundle", parts.slot.load))
+        ("orders", parts.desk.catch_up), ("bundle", parts.slot.load), ("keys", lambda: look_for_keks(parts)))
     for name, job in jobs:
         try:
             job()

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from control_plane.keys import FOLDER
 from control_plane.settings import Places, load
 from interlock.durable import write_over
 from interlock.errors import Conflict, LayerMissing, Malformed, Refusal, Unavailable
@@ -30,8 +31,8 @@ _FIELDS = {"module", "token", "pin_file", "conf"}
 def use_softhsm(places: Places) -> dict[str, Any]:
     """Make a SoftHSM token once and name it in the settings; returns the `pkcs11` object. Idempotent.
 
-    Raises LayerMissing (SoftHSM is not installed), Unavailable (the token could not be made) or Conflict (another
-    HSM is named already).
+    A token that is there already is named again, never made anew. Raises LayerMissing (SoftHSM is not installed),
+    Unavailable (the token could not be made) or Conflict (another HSM is named, or keys of one are about).
     """
     folder, pin = places.control / "softhsm", places.keys / "pkcs11.pin"
     module = next((m for m in MODULES if Path(m).is_file()), "")
@@ -40,9 +41,20 @@ def use_softhsm(places: Places) -> dict[str, Any]:
         raise LayerMissing("SoftHSM is not installed", code="softhsm", next_step="apt-get install softhsm2")
     wanted = {"module": module, "token": LABEL, "pin_file": str(pin), "conf": str(folder / "softhsm2.conf")}
     if not _named(places, wanted):
-        _make(folder, pin, tool)
+        if not (pin.exists() and folder.is_dir()):  # the PIN is written last: with it the token is whole
+            _refuse_keys(places, folder)
+            _make(folder, pin, tool)
         _name(places, wanted)
     return wanted
+
+
+def _refuse_keys(places: Places, folder: Path) -> None:
+    """Refuse to throw a token away that holds keys, or to make one while another held them: settings that came back
+    from an older backup name no HSM. Raises Conflict (``conflict.hsm``)."""
+    held = any(o.name != "token.object" for o in folder.glob("tokens/*/*.object"))
+    if held or (places.keys / FOLDER / "pkcs11.json").exists():
+        raise Conflict("keys were made in an HSM that the settings do not name any more", code="hsm",
+                       next_step=f"restore {folder}, {places.keys} and kms in settings.json from one backup")
 
 
 def use_module(places: Places, file: Path) -> dict[str, Any]:
@@ -91,7 +103,7 @@ def _name(places: Places, wanted: dict[str, Any]) -> None:
 
 
 def _make(folder: Path, pin: Path, tool: str) -> None:
-    """Make the token in a fresh folder; a half-made one is thrown away first, it can hold no key yet."""
+    """Make the token in a fresh folder; a half-made one, without keys, is thrown away first."""
     shutil.rmtree(folder, ignore_errors=True)
     pin.unlink(missing_ok=True)
     (folder / "tokens").mkdir(mode=0o700, parents=True)

@@ -10,6 +10,7 @@ Rules:
 """
 
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 from sqlalchemy import Connection
@@ -47,8 +48,16 @@ class RunKeys:
         self._leased: dict[tuple[str, int], int] = {}
         self._lock = threading.Lock()
 
-    def prepare(self) -> None:
-        """Make the key file of the local provider when there is none yet. Asks no token."""
+    def prepare(self, wrapped_by: Iterable[str] = ()) -> None:
+        """Make the key file of the local provider when there is none yet. Asks no token.
+
+        Args: `wrapped_by` providers that have wrapped keys which are kept. One that has lost its KEK since gets no new
+        one: what is restored later would take its place, and the keys made meanwhile would be lost. Raises Conflict
+        (``conflict.kek_state``) then.
+        """
+        for name, ring in ((LOCAL, self._local), (PKCS11, self._token)):
+            if ring is not None and name in wrapped_by:
+                ring.expect()
         self._local.prepare()
 
     # --- providers --------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from control_plane import engines, lifecycle, restarts, trust_list
 from control_plane.pager import Pager
 from control_plane.parts import Parts
-from control_plane.store import sessions
+from control_plane.store import run_keys, sessions
 from control_plane.store.db import now_us, reading, writing
 from interlock.errors import Refusal
 from interlock.event import Event, EventType
@@ -52,6 +52,14 @@ def lose_silent(parts: Parts) -> None:
     parts.bell.ring()
 
 
+def look_for_keks(parts: Parts) -> None:
+    """Make the first key-encryption key, or say that the one which wrapped what is kept is gone. Raises Conflict
+    (``conflict.kek_state``)."""
+    with reading(parts.engine) as connection:
+        wrapped_by = run_keys.providers(connection)
+    parts.keys.prepare(wrapped_by)
+
+
 def forget_dead(parts: Parts) -> None:
     """Drop what sign-ins left behind a week ago: else anybody who can reach us fills the disk row by row."""
     with writing(parts.engine) as connection:
@@ -88,6 +96,7 @@ class Ticker:
             Job("trust", 2.0, lambda: grow_trust(parts)),
             Job("streams", 10.0, parts.ledger.watch_streams),
             Job("restarts", 0.5, lambda: restarts.turn(parts, faults)),
+            Job("keys", 10.0, lambda: look_for_keks(parts)),
             Job("sign-ins", 3600.0, lambda: forget_dead(parts)),
         ], faults)
 

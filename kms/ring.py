@@ -83,6 +83,7 @@ class KeyRing:
     def __init__(self, name: str, safe: Safe, state_file: Path, tiers: frozenset[Tier]) -> None:
         self._name, self._safe, self._file, self._tiers = name, safe, state_file, tiers
         self._lock = threading.Lock()
+        self._expected = False
 
     @property
     def name(self) -> str:
@@ -132,15 +133,20 @@ class KeyRing:
                          next_step="set up kms.pkcs11 (docs/formats/key-hierarchy.md)")
 
     # --- versions ---------------------------------------------------------------------------------
+    def expect(self) -> None:
+        """Say that this KEK has wrapped keys before: when it is gone, no other is made in its place."""
+        self._expected = True
+
     def prepare(self) -> State:
-        """Make the first version when there is none yet, and return the state."""
+        """Make the first version when there is none yet, and return the state. Raises Conflict
+        (``conflict.kek_state``) when there was one."""
         if self._file.exists():
             state = self._read()
             if state.newest:
                 return state
         with self._alone():
             if not self._file.exists():
-                if self._safe.present():
+                if self._expected or self._safe.present():
                     raise Conflict("there are keys, but the file that says which of them count is gone",
                                    code="kek_state", next_step=f"restore {self._file} from a backup")
                 self._write(State(f"kek-{secrets.token_hex(8)}"))

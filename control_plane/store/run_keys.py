@@ -33,6 +33,11 @@ def one(connection: Connection, run: str) -> RunKey | None:
                   Context(row.tenant, row.model, row.run, Tier(row.tier)))
 
 
+def providers(connection: Connection) -> frozenset[str]:
+    """Return the providers that have wrapped a key which is kept."""
+    return frozenset(connection.execute(select(run_keys.c.provider).distinct()).scalars())
+
+
 def of_version(connection: Connection, provider: str, kek_version: int) -> list[str]:
     """Return the runs whose key that version of a KEK still wraps: what keeps the minimum down."""
     same = (run_keys.c.provider == provider) & (run_keys.c.kek_version == kek_version)

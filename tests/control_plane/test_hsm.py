@@ -37,6 +37,43 @@ def test_softhsm_makes_one_token_with_a_pin_that_nobody_else_reads(places: Place
     load(places.state)
 
 
+def _unname(places: Places) -> None:
+    """Take the HSM out of the settings, as a settings file from an older backup would."""
+    path = places.control / "settings.json"
+    value = json.loads(path.read_text())
+    del value["kms"]["pkcs11"]
+    path.write_text(json.dumps(value))
+
+
+@NEEDS_SOFTHSM
+def test_a_token_that_holds_keys_is_never_made_anew(places: Places) -> None:
+    made = hsm.use_softhsm(places)
+    pin, folder = Path(made["pin_file"]), places.control / "softhsm"
+    (token,) = folder.glob("tokens/*")
+    key = token / "0a.object"
+    key.write_bytes(b"a key")
+    _unname(places)
+    assert hsm.use_softhsm(places) == made  # whole: it is named again
+    assert key.read_bytes() == b"a key"
+    _unname(places)
+    before = pin.read_bytes()
+    pin.unlink()
+    with pytest.raises(Conflict) as found:
+        hsm.use_softhsm(places)
+    assert found.value.code == "conflict.hsm"
+    assert key.exists()
+    key.unlink()
+    state = places.keys / "run-kek" / "pkcs11.json"
+    state.write_text("{}")
+    shutil.rmtree(folder)
+    with pytest.raises(Conflict):
+        hsm.use_softhsm(places)
+    state.unlink()
+    folder.mkdir()  # control: half made and without keys
+    assert hsm.use_softhsm(places) == made
+    assert pin.read_bytes() != before
+
+
 @NEEDS_SOFTHSM
 def test_refuses_when_another_hsm_is_named(places: Places, tmp_path: Path) -> None:
     hsm.use_softhsm(places)

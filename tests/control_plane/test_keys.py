@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from interlock.sealed import wrap_file_key
 from interlock.tier import Tier
 from kms.assignment import Assignment
 from kms.local import open_folder
-from kms.provider import Wrapped
+from kms.provider import Context, Wrapped
 from tests.control_plane.conftest import Host, House
 from tests.control_plane.test_node_link import Link, incidents
 from tests.control_plane.test_node_link import link as link  # a fixture
@@ -552,9 +553,30 @@ def test_init_makes_the_key_file_and_a_state_from_before_gets_it_at_start(house:
         path.unlink()
     folder.rmdir()
     again = joint.build(settings.load(house.state))
+    assert joint.start(again) == {}
     assert (folder / "v1.key").stat().st_size == 32
     again.desk.close()
     again.engine.dispose()
+
+
+def test_a_kek_that_is_gone_is_told_and_no_other_is_made_in_its_place(lab: Lab, tmp_path: Path) -> None:
+    """A state that was restored without run-kek: a new KEK would be in the way of the old one, or be lost by it."""
+    key, house = lab.key(), lab.house
+    folder = house.parts.settings.places.keys / "run-kek"
+    shutil.copytree(folder, tmp_path / "kept")
+    shutil.rmtree(folder)
+    again = joint.build(settings.load(house.state))
+    assert joint.start(again) == {"keys": "conflict.kek_state"}  # it starts: stops must go on
+    assert list(folder.glob("*.key")) == []
+    with pytest.raises(Conflict) as refused:
+        again.keys.provider_for(Tier.NONE).generate(Context("lab", "small", "run_9", Tier.NONE))
+    assert refused.value.code == "conflict.kek_state"
+    again.desk.close()
+    again.engine.dispose()
+    assert lab.refused().code == "not_found.kek"
+    shutil.copytree(tmp_path / "kept", folder, dirs_exist_ok=True)
+    assert lab.key() == key  # control
+    assert joint.start(house.parts) == {}
 
 
 def test_a_control_plane_starts_without_its_token_and_says_so_at_launch(house: House, tmp_path: Path) -> None:
