@@ -296,10 +296,12 @@ def require_approved(connection: Connection, row: Row[Any], but: str) -> tuple[s
     """
     if row.state not in registry.OFFERED:
         raise refuse_state(row)
-    persons, needed = tuple(p for p in approvers(connection, row) if p != but), needed_for(Tier(row.tier))
+    every, needed = approvers(connection, row), needed_for(Tier(row.tier))
+    persons = tuple(p for p in every if p != but)
     if len(persons) < needed:
+        step = f"interlock model submit {row.model}@{row.number}"
         raise ApprovalRequired(
             f"{needed - len(persons)} more person(s) must approve {row.model}@{row.number}: an earlier approval counts "
-            "no more, or is your own", next_step=f"interlock model submit {row.model}@{row.number}",
+            "no more, or is your own", next_step=step if len(every) < needed else "let somebody else serve it",
             details={"needed": needed, "given": len(persons)})
     return persons

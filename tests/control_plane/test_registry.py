@@ -538,6 +538,19 @@ def test_an_approval_counts_only_while_its_officer_is_one(lab: House) -> None:
     assert lab.post(f"/api/versions/{version}/serve", rob, {}).status_code == 201
 
 
+def test_refuses_when_the_officer_who_approved_a_version_serves_it(lab: House) -> None:
+    run, version = trained(lab)
+    register(lab, run)
+    approved(lab, version)
+    with writing(lab.parts.engine) as connection:
+        for name in ("olga", "omar"):
+            people.set_roles(connection, lab.people[name].id, "lab", frozenset({"safety_officer", "researcher"}))
+    refused = lab.post(f"/api/versions/{version}/serve", lab.people["olga"], {})
+    assert code_of(refused) == "approval_required"
+    assert "somebody else" in refused.json()["error"]["next_step"]  # it stands approved, so nobody could submit it
+    assert lab.post(f"/api/versions/{version}/serve", lab.people["omar"], {}).status_code == 201  # control
+
+
 def test_a_warm_engine_makes_its_version_serving_and_its_end_unmakes_it(lab: House) -> None:
     version, run = served(lab)
     with pytest.raises(Unavailable):
