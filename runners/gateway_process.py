@@ -24,6 +24,7 @@ from runners.inference.front import Patient
 from runners.inference.gateway import Gateway
 from runners.inherited import close_memory, open_control, read_key
 from runners.shared_view import SharedView
+from runners.unfinished import unfinished
 
 ADDRESS = "127.0.0.1"
 CONTROL_LIMIT, CONTROL_FDS = 64 * 1024, 4
@@ -116,6 +117,8 @@ def serve(state: str | None, runtime: str | None, node: str, control_fd: int, ke
     found = folders(state, runtime)
     spool = Spool(found.gateway_spool, node, "gateway")
     try:
+        for end in unfinished(found.gateway_spool):
+            spool.record(end)
         with contextlib.closing(bind(port)) as listener:
             asyncio.run(_serve(control, key, listener, node, spool, SharedView(found),
                                StopPage(found.page, found.stop_state)))
