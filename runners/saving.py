@@ -18,7 +18,7 @@ from runners.guest import Answer, Guest, Later
 from runners.loading import Loading, listing
 from runners.open_files import OpenFiles
 from runners.room import Room, require_checkpoints
-from runners.store import WRITER_MS, Staging, close_off, over_budget
+from runners.store import Staging, close_off, over_budget
 
 LEFT = 128  # files of ended saves that an attempt may hold open
 MAX_ITEMS = 1 << 19
@@ -240,7 +240,7 @@ class Saving:
         if size > save.limit:
             raise _too_large(size)
 
-    def _prove(self, guest: Guest, save: Save, name: str, run_key: bytes, wait_ms: int = WRITER_MS) -> Proof:
+    def _prove(self, guest: Guest, save: Save, name: str, run_key: bytes, wait_ms: int | None = None) -> Proof:
         """Return the file's row and the names of its items without an offset, once nobody can write it and every
         chunk of it is sealed as told."""
         self._room.leash(guest)

@@ -241,15 +241,16 @@ class Store:
             self._digests[mark] = digest
 
 
-def close_off(path: Path, wait_ms: int = WRITER_MS) -> int:
+def close_off(path: Path, wait_ms: int | None = None) -> int:
     """Return a read-only descriptor of a file that nobody can write any more: no writer is left, mode 0400.
 
     The kernel grants a read lease only while no descriptor and no shared mapping can write; the folder is closed to
-    the guest, so none comes anew. Raises Conflict (``conflict.open_writer``) after `wait_ms`, OSError.
+    the guest, so none comes anew. Raises Conflict (``conflict.open_writer``) after `wait_ms`
+    (`WRITER_MS` unless told), OSError.
     """
     fd = os.open(path, _READ)
     try:
-        until_ms = boottime_ms() + wait_ms
+        until_ms = boottime_ms() + (WRITER_MS if wait_ms is None else wait_ms)
         while not lease(fd):
             if boottime_ms() >= until_ms:
                 raise Conflict(f"{path.name} is still open for writing", code="open_writer",

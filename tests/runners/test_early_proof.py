@@ -7,7 +7,7 @@ import time
 import pytest
 
 from interlock.errors import Conflict, Refusal, Untrusted
-from runners import saving
+from runners import saving, store
 from runners.early_proof import Early
 from tests.runners.door import Door, seal
 
@@ -25,8 +25,8 @@ def proven(monkeypatch):
     seen = []
     real = saving.Saving._prove
 
-    def spy(self, guest, save, name, run_key, wait_ms=saving.WRITER_MS):
-        seen.append((name, wait_ms > 0))
+    def spy(self, guest, save, name, run_key, wait_ms=None):
+        seen.append((name, wait_ms != 0))
         return real(self, guest, save, name, run_key, wait_ms)
 
     monkeypatch.setattr(saving.Saving, "_prove", spy)
@@ -94,7 +94,7 @@ def test_refuses_when_a_file_that_was_tried_early_is_not_sealed(door, proven):
 
 
 def test_refuses_when_a_writer_stayed_open_from_before(door, proven, monkeypatch):
-    monkeypatch.setattr(saving.Saving._prove, "__defaults__", (50,))
+    monkeypatch.setattr(store, "WRITER_MS", 50)
     save = door.ready().begin(5)
     reply, fd = door.ask_file("save_file", save=save, name="a.sealed")
     seal(fd, reply, 5, w=b"one")

@@ -2,6 +2,7 @@
 
 import select
 import threading
+from collections import defaultdict
 
 import pytest
 
@@ -25,23 +26,27 @@ def _await(jobs, count):
 
 
 def test_the_jobs_of_one_run_do_not_hold_up_another(jobs):
-    gate, order = threading.Event(), []
+    gates, order = defaultdict(threading.Event), []
     busy = threading.Semaphore(0)
 
     def work(name):
         order.append(name)
         busy.release()
-        gate.wait(5)
+        gates[name].wait(5)
         return name
 
     for n in range(4):
+        gates[f"greedy{n}"].clear()
         jobs.begin(Job("greedy", n, lambda n=n: work(f"greedy{n}")))
     for _ in range(2):
         assert busy.acquire(timeout=5)  # both threads are at work for one run
     jobs.begin(Job("modest", "m", lambda: work("modest")))
-    gate.set()
+    gates[order[0]].set()
+    assert busy.acquire(timeout=5)
+    assert order[2:] == ["modest"]  # the thread that is free takes it before the others of the greedy run
+    for name in ("greedy0", "greedy1", "greedy2", "greedy3", "modest"):
+        gates[name].set()
     done = _await(jobs, 5)
-    assert order.index("modest") < 4  # begun before the last of the greedy run's
     assert sorted(str(d.mark) for d in done) == ["0", "1", "2", "3", "m"]
 
 
