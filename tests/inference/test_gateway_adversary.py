@@ -16,6 +16,7 @@ import pytest
 from interlock.canon import digest_bytes
 from interlock.order import ScopeKind
 from runners.inference import callers, dialled, frames, front, pool
+from runners.inference.exchange import Exchange
 from runners.inference.limits import Allowance
 from runners.inference.pool import Engine
 from tests.inference.gateway_room import Room, credential, wait_for
@@ -142,9 +143,20 @@ def stalled(room: Room) -> socket.socket:
     return client
 
 
-def test_a_stop_ends_the_making_of_tokens_although_the_client_reads_nothing(room: Room) -> None:
+def test_a_stop_ends_the_making_of_tokens_although_the_client_reads_nothing(
+    room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, finish = threading.Event(), Exchange.finish
+
+    async def unread(self: Exchange, data: bytes) -> None:  # a full socket: the last words of the stop stay behind
+        while not gone.is_set():
+            await asyncio.sleep(0.01)
+        await finish(self, data)
+
+    monkeypatch.setattr(Exchange, "finish", unread)
     script = Script(text="x" * 4096, pace_s=0.001)
-    with room.engine(script=script), contextlib.closing(stalled(room)):
+    with room.engine(script=script), contextlib.closing(stalled(room)), contextlib.ExitStack() as stack:
+        stack.callback(gone.set)
         wait_for(lambda: script.made > 20)  # control: it is under way
         room.page.stop(ScopeKind.SUBJECT, "rae")
         wait_for(lambda: script.aborted_at, 2)

@@ -5,13 +5,14 @@ from tests.mutations.guards import m
 _KMS, _LOCAL = "kms/test_", "kms/test_local.py::TestLocal::test_"
 _K, _REG, _RES = (f"control_plane/test_{n}.py::test_" for n in ("keys", "registry", "restarts"))
 _SEALED, _MAN = "test_sealed.py::test_", "test_manifest.py::test_"
-_SAVE, _LOAD, _EARLY, _STORE, _ENV = (
-    f"runners/test_{n}.py::test_" for n in ("saving", "loading", "early_proof", "store", "environments")
+_SAVE, _LOAD, _EARLY, _STORE, _ENV, _OPEN = (
+    f"runners/test_{n}.py::test_" for n in ("saving", "loading", "early_proof", "store", "environments", "open_files")
 )
-_GW, _STREAM, _RECORDS, _LINE, _BODY, _LIMIT, _CUT, _POOL = (
+_GW, _STREAM, _RECORDS, _LINE, _BODY, _LIMIT, _CUT, _POOL, _HOSTILE = (
     f"inference/test_{n}.py::test_"
     for n in (
         "gateway", "gateway_streams", "gateway_records", "engine_line", "gateway_bodies", "limits", "filters", "pool",
+        "gateway_adversary",
     )
 )
 _CHECKPOINT = "guest/test_checkpoint.py::test_case"
@@ -114,8 +115,8 @@ CORE = [
     m(
         "stop not asked before the rename",
         "runners/saving.py",
-        "manifest.seal(run_key), lambda: room.leash(guest))",
-        "manifest.seal(run_key), lambda: None)",
+        "lambda: room.leash(guest)",
+        "lambda: None",
         _SAVE + "refuses_when_it_is_over_right_before_the_rename",
     ),
     m(
@@ -683,5 +684,77 @@ MORE = [
         "        certain = len(text) - _open_end(text)",
         "        certain = len(text)",
         _CUT + "a_match_that_is_split_is_caught_and_the_rest_is_not_held_up",
+    ),
+    m(
+        "a limit for each address of loopback",
+        "runners/inference/limits.py",
+        "    if found.is_loopback:",
+        "    if False:",
+        _HOSTILE + "all_of_loopback_shares_the_anonymous_limit",
+    ),
+    m(
+        "a limit for each key of a person",
+        "runners/inference/callers.py",
+        'return (self.bucket, KEY), (f"person {self.person or self.id}", PERSON)',
+        "return ((self.bucket, KEY),)",
+        _HOSTILE + "all_keys_of_a_person_have_one_limit_together",
+    ),
+    m(
+        "tokens are made for a client that a stop cut off",
+        "runners/inference/answering.py",
+        "        self._listening.leave()",
+        "        pass",
+        _HOSTILE + "a_stop_ends_the_making_of_tokens_although_the_client_reads_nothing",
+    ),
+    m(
+        "an engine that nobody asked fills memory",
+        "runners/inference/pool.py",
+        "        if size > (frames.LIMIT if self.asked else HELLO_LIMIT):",
+        "        if size > frames.LIMIT:",
+        _HOSTILE + "an_engine_that_nobody_asked_cannot_make_the_gateway_read_much",
+    ),
+    m(
+        "body of a million values",
+        "runners/inference/body.py",
+        ' + rest.count(b"{") > VALUES:',
+        ' + rest.count(b"{") < 0:',
+        _BODY + "refuses_very_many_values_before_one_of_them_is_made",
+    ),
+    # --- the node's disk ---
+    m(
+        "save without a budget",
+        "runners/saving.py",
+        "if size > self._open[o].limit]",
+        "if size < 0]",
+        _OPEN + "a_save_that_outgrows_its_budget_is_dropped_and_keeps_no_bytes",
+    ),
+    m(
+        "commit of too much is read",
+        "runners/saving.py",
+        "        if size > save.limit:",
+        "        if False:",
+        _OPEN + "refuses_a_commit_of_too_much_before_anything_is_read",
+    ),
+    m(
+        "files are read while one is written",
+        "runners/saving.py",
+        "        self._close_all(save)",
+        "        pass",
+        _OPEN + "no_file_is_read_while_another_one_can_be_written",
+    ),
+    m(
+        "run keeps the whole disk",
+        "runners/store.py",
+        "        return min(whole // SAVE_SHARE, whole // RUN_SHARE - used.size)",
+        "        return whole // SAVE_SHARE",
+        _OPEN + "a_run_keeps_its_share_of_the_disk_and_no_more",
+    ),
+    # --- engines and their officers ---
+    m(
+        "engine whose officer left starts again",
+        "control_plane/registry.py",
+        "            require_approved(connection, row, owner)",
+        "            pass",
+        _REG + "an_engine_is_not_started_again_once_its_officer_left",
     ),
 ]
