@@ -23,13 +23,14 @@ from control_plane.parts import Parts, parts_of
 from control_plane.store import bundles, nodes, people, programmes, registry, runs, sessions
 from control_plane.store.db import now_us, reading, writing
 from interlock.canon import canonical
-from interlock.errors import Denied, Malformed, NotFound, Refusal
+from interlock.errors import Denied, Malformed, NotFound, Refusal, Unavailable
 from interlock.event import Event, EventType
 from interlock.order import Plan
 from interlock.signed import SNAPSHOT, sign
 
 router = APIRouter(prefix="/node")
 MAX_WAIT_S = 25
+MAX_SNAPSHOT = 1 << 20  # what a node reads (interlock/canon.py)
 Node = Annotated[str, Depends(peer)]
 Wait = Annotated[int, Query(ge=0, le=60)]
 
@@ -244,7 +245,20 @@ def snapshot(request: Request, nonce: Annotated[str, Query(min_length=8, max_len
     parts = parts_of(request)
     with reading(parts.engine) as connection:
         body = {"nonce": nonce, "epoch": parts.desk.granting(connection).epoch, **_entitlements(connection)}
-    return sign(SNAPSHOT, body, parts.signers.grant).as_json()
+    signed = sign(SNAPSHOT, body, parts.signers.grant)
+    if len(signed.payload) > MAX_SNAPSHOT:
+        raise _too_large(parts, {name: len(rows) for name, rows in body.items() if isinstance(rows, list)})
+    return signed.as_json()
+
+
+def _too_large(parts: Parts, counts: dict[str, int]) -> Unavailable:
+    """Return the refusal of a snapshot that no node would read, and leave a record: until it is smaller nodes decide
+    nothing new; stops go on."""
+    parts.desk.note_rarely("snapshot", Event(EventType.INCIDENT, "control", facts={
+        "what": "the snapshot of entitlements is larger than nodes read", "code": "unavailable.snapshot", **counts}))
+    return Unavailable(f"the entitlements are larger than {MAX_SNAPSHOT} bytes, so no node hears of them",
+                       code="snapshot", next_step="revoke API keys, end memberships or retire models",
+                       details=counts)
 
 
 def _entitlements(connection: Connection) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from interlock.errors import Conflict, Denied, Malformed, Untrusted
 
 PREFIX = "interlock_sk_"
 MAX_DAYS = 90
-MAX_LIVE = 50  # of one person: every node holds the hashes of all live keys in its snapshot
+MAX_LIVE, MAX_SITE = 50, 2000  # of one person, of all: every node holds the hashes of all live keys in its snapshot
 _DAY_US = 86_400_000_000
 _ALPHABET = string.digits + string.ascii_uppercase + string.ascii_lowercase
 _FORM = re.compile(r"interlock_sk_([0-9A-Za-z]{10})_([0-9A-Za-z]{30})_([0-9A-Za-z]{6})")
@@ -73,6 +73,9 @@ def mint(connection: Connection, person: str, name: str, scopes: Iterable[str], 
     if len(rows.live_keys(connection, now, person)) >= MAX_LIVE:
         raise Conflict(f"you have {MAX_LIVE} live API keys", code="key_quota",
                        next_step="revoke one: interlock keys revoke")
+    if len(rows.live_keys(connection, now)) >= MAX_SITE:
+        raise Conflict(f"this site has {MAX_SITE} live API keys", code="key_quota",
+                       next_step="revoke what nobody uses; keys end by themselves after their days")
     row = rows.ApiKey("key_" + body.split("_")[2], hash_of(key), person, name, granted, now, now + days * _DAY_US, 0, 0)
     rows.add_key(connection, row)
     return key, row

@@ -5,12 +5,14 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
+from control_plane.api import node_routes
 from control_plane.auth import apikeys
 from control_plane.auth.sessions import hash_of
 from control_plane.store import people, programmes
 from control_plane.store.db import now_us, writing
 from control_plane.store.tables import api_keys, programme_members, sessions
-from interlock.errors import Conflict
+from interlock.canon import parse
+from interlock.errors import Conflict, Malformed
 from interlock.signed import Signed
 from policy.snapshot import Snapshot, verify
 from tests.control_plane.conftest import House
@@ -177,3 +179,28 @@ def test_nobody_fills_the_snapshot_with_keys(lab: House, monkeypatch: pytest.Mon
         assert caught.value.code == "conflict.key_quota"
         connection.execute(update(api_keys).where(api_keys.c.id == row.id).values(revoked_us=1))
         assert apikeys.mint(connection, rob, "k3", ["infer"], 1)
+        monkeypatch.setattr(apikeys, "MAX_SITE", 2)
+        with pytest.raises(Conflict):  # of all persons together
+            apikeys.mint(connection, lab.people["olga"].id, "k4", ["infer"], 1)
+        monkeypatch.setattr(apikeys, "MAX_SITE", 3)
+        assert apikeys.mint(connection, lab.people["olga"].id, "k4", ["infer"], 1)
+
+
+def test_a_snapshot_that_no_node_reads_is_not_given_out(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails closed and says so; a stop goes on."""
+    house = link.house
+    host = house.host()
+    assert snapshot(link, host).roles
+    largest = b'"' + b"x" * (node_routes.MAX_SNAPSHOT - 2) + b'"'
+    assert parse(largest)
+    with pytest.raises(Malformed):
+        parse(largest[:-1] + b'x"')
+    monkeypatch.setattr(node_routes, "MAX_SNAPSHOT", 200)
+    for _ in range(2):
+        assert code_of(link.send(host, "GET", "/node/snapshot?nonce=abcdefgh")) == "unavailable.snapshot"
+    house.parts.desk.record_late()
+    house.parts.ledger.sequence()
+    (told,) = [r.event for r in house.parts.ledger.newest(type="incident.raised")]
+    assert (told["facts"]["code"], told["facts"]["roles"]) == ("unavailable.snapshot", 5)
+    order = house.stop("everything")
+    assert [Signed.from_json(o).body()["id"] for o in host.beat()["orders"]] == [order]
