@@ -27,6 +27,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 GUEST = ROOT / ".venv-guest" / "bin" / "python"
 PAIRS, TENSORS, SIDE = 5, 16, 2048  # 16 tensors of 2048 x 2048 float32: 256 MiB
+TRAINING_PAIRS = 9
+TRAININGS = {"training": (128, 2), "training_large": (512, 3)}  # width and layers: the demo's, and 100 MiB of state
 RUN, KEY = "run_bench", b"k" * 32
 
 
@@ -216,6 +218,29 @@ def measure(parent: str) -> dict[str, float]:
     return summary(rows)
 
 
+def measure_training(width: int, layers: int) -> dict[str, float]:
+    """Return medians of what two ranks of the example's training need to save, plain and sealed, on disk."""
+    folder = Path(tempfile.mkdtemp(prefix="ilb", dir="/var/tmp"))
+    node = Node(folder)
+    try:
+        environment = {**os.environ, "INTERLOCK_SOCKET": str(node.open()), "INTERLOCK_RUN": RUN, "OMP_NUM_THREADS": "1",
+                       "PYTHONPATH": str(ROOT), "BROKER_PID": str(os.getpid())}
+        words = [str(GUEST), "-m", "torch.distributed.run", "--standalone", "--nnodes=1", "--nproc-per-node=2",
+                 str(ROOT / "bench" / "training_save.py"), str(folder), str(width), str(layers), str(TRAINING_PAIRS)]
+        told = subprocess.run(words, env=environment, text=True, stdout=subprocess.PIPE, check=True).stdout
+        state = max(sum(f.stat().st_size for f in step.iterdir()) for step in (node.store.committed / RUN).iterdir())
+    finally:
+        node.end()
+        shutil.rmtree(folder)
+    rows = [json.loads(line) for line in told.splitlines() if line.startswith("{")]
+    if len(rows) != TRAINING_PAIRS:
+        raise SystemExit(f"the training saved {len(rows)} pairs")
+    found = {name: round(statistics.median(row[name] for row in rows), 4) for name in rows[0]}
+    for name, unit in (("ratio", "s"), ("cpu_ratio", "cpu_s")):
+        found[name] = round(statistics.median(r[f"sealed_{unit}"] / r[f"plain_{unit}"] for r in rows), 2)
+    return {**found, "state_mib": round(state / 2**20, 1)}
+
+
 def summary(rows: list[dict[str, float]]) -> dict[str, float]:
     """Return medians of seconds, medians of the ratio of each pair, and the highest extra memory."""
     def median(name: str) -> float:
@@ -242,11 +267,17 @@ def main() -> None:
         raise SystemExit("there is no .venv-guest: make setup")
     places = {"tmpfs": "/dev/shm", "disk": "/var/tmp"}
     found = {name: measure(parent) for name, parent in places.items()}
+    trained: dict[str, float] = {}
     print(f"{'':18}" + "".join(f"{name:>10}" for name in found))
     for key in next(iter(found.values())):
         print(f"{key:18}" + "".join(f"{row[key]:>10}" for row in found.values()))
+    for name, (width, layers) in TRAININGS.items():
+        row = measure_training(width, layers)
+        print(f"{name:18}", row)
+        trained.update({f"{name}_save_{key}": value for key, value in row.items()})
     broker_mib = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
     told = {**found["tmpfs"], **{f"disk_{key}": value for key, value in found["disk"].items()},
+            **trained,
             "state_mib": TENSORS * SIDE * SIDE * 4 >> 20, "pairs": PAIRS, "broker_peak_mib": broker_mib,
             "load_average": round(os.getloadavg()[0], 2)}
     out = ROOT / "bench" / "out" / "sealed_save.json"

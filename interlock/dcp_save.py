@@ -23,7 +23,8 @@ from interlock.manifest import MAX_FILES, WEIGHTS, asset_name
 from interlock.sealed import Writer
 
 FILE: Final = 96_000_000  # bytes in the clear; with tags and index it stays below the 100 MB of a file of weights
-STATE_FILE: Final = 32_000_000  # smaller: the broker checks one file while the next one is written
+STATE_FILE: Final = 16_000_000  # smaller: the broker checks one file while the next one is written
+CHUNK: Final = 1 << 20  # what was sealed is still in the core's own cache when it is written
 INDEX_ROOM: Final = 3 << 20
 ROW: Final = 160
 SPARE: Final = 2  # files of a rank that values and a full index may add
@@ -102,13 +103,14 @@ class _Files:
         answer, fd, key = ask_for_file("save_file", save=self._save, name=name)
         self._name, self._fd = name, fd
         self._room, self._rows = self._limit, 0
-        self._writer = Writer(fd, key, bytes_of(answer, "wrapped"), self._run, self._step)
+        wrapped, beside = bytes_of(answer, "wrapped"), _a_core_is_free()
+        self._writer = Writer(fd, key, wrapped, self._run, self._step, CHUNK, beside=beside)
 
     def finish(self) -> None:
         """Finish and close the file that is open, if there is one."""
         try:
             if self._writer is not None:
-                self._writer.finish()
+                self._writer.finish(sync=False)  # the broker does that, while the next file is written
         finally:
             self.drop()
 
@@ -222,6 +224,12 @@ def _size(item: WriteItem) -> int:
     if item.tensor_data is None:
         return 0
     return int(item.tensor_data.chunk.sizes.numel()) * layout.DTYPES[tensors.NAMES[item.tensor_data.properties.dtype]]
+
+
+def _a_core_is_free() -> bool:
+    """Return whether each rank of this node has two cores; torchrun tells how many ranks there are."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return 2 * int(ranks if ranks.isdecimal() else 1) <= len(os.sched_getaffinity(0))
 
 
 def _uncounted(message: str) -> Conflict:

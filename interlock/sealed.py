@@ -67,11 +67,14 @@ class Writer:
 
     Args: `fd` open for writing, the file empty; `key` the 32-byte file key, used for this file only; `wrapped`
     the same key as it is wrapped, 1 to 512 bytes; `run` and `step` whose file it is; `chunk` one of CHUNKS, in
-    bytes. A failure in `add` makes the file useless: the writer refuses to go on (Conflict). Raises Malformed,
-    Conflict when the file is not empty, OSError.
+    bytes; `beside` write in a second thread while the first one seals, where there is a core for it. A failure in
+    `add` makes the file useless: the writer refuses to go on (Conflict). Raises Malformed, Conflict when the file
+    is not empty, OSError.
     """
 
-    def __init__(self, fd: int, key: bytes, wrapped: bytes, run: str, step: int, chunk: int = 4 << 20) -> None:
+    def __init__(
+        self, fd: int, key: bytes, wrapped: bytes, run: str, step: int, chunk: int = 4 << 20, *, beside: bool = True,
+    ) -> None:
         check_owner(key, run, step)
         if chunk not in CHUNKS or not 1 <= len(wrapped) <= MAX_WRAPPED:
             raise Malformed(f"a chunk is one of {CHUNKS} bytes, a wrapped key at most {MAX_WRAPPED}", code="sealed")
@@ -83,7 +86,7 @@ class Writer:
         self._rows: list[dict[str, object]] = []
         self._known: set[tuple[str, tuple[int, ...]]] = set()
         self._index_size = len(canonical({"items": []}))
-        self._end = 0
+        self._end, self._beside = 0, beside
         self._open = True
         self._put(memoryview(self._header.raw()))
 
@@ -102,8 +105,9 @@ class Writer:
     def _seal(self, chunks: Chunks, plain: memoryview) -> None:
         """Seal and write one item. Of two buffers one is written while the other is filled; all is written, or its
         failure raised, when this returns."""
-        if chunks.count == 1:
-            self._put(self._sealed(chunks, 0, plain, self._buffers[0]))
+        if chunks.count == 1 or not self._beside:
+            for number in range(chunks.count):
+                self._put(self._sealed(chunks, number, plain, self._buffers[0]))
             return
         with ThreadPoolExecutor(1) as writing:
             last: Future[None] | None = None
@@ -146,8 +150,11 @@ class Writer:
         self._rows.append(row)
         return len(self._rows) - 1
 
-    def finish(self) -> int:
-        """Write index and footer, fsync, and return the bytes of the file; raises Conflict, OSError."""
+    def finish(self, *, sync: bool = True) -> int:
+        """Write index and footer, fsync, and return the bytes of the file; raises Conflict, OSError.
+
+        Args: `sync` False leaves the fsync to whoever commits the file.
+        """
         self._must_be_open()
         self._open = False
         index = canonical({"items": self._rows})
@@ -155,7 +162,8 @@ class Writer:
         context = index_context(self._run, self._step)
         self._seal(Chunks(self._key, self._header, context, len(index), footer), memoryview(index))
         self._put(memoryview(footer))
-        os.fsync(self._fd)
+        if sync:
+            os.fsync(self._fd)
         return self._end
 
 
@@ -298,8 +306,11 @@ class Reader:
 
         Raises Untrusted, Malformed when the file shrank, OSError.
         """
+        given_up = threading.Event()
+        if self._source.size < CHUNKS[1]:  # a thread would cost more than it saves
+            self._verify(keep=True)
+            return self._digest(given_up)
         with ThreadPoolExecutor(1) as hashing:
-            given_up = threading.Event()
             digest = hashing.submit(self._digest, given_up)
             try:
                 self._verify(keep=True)

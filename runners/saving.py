@@ -4,6 +4,7 @@ import base64
 import os
 import secrets
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from runners.loading import Loading, listing
 from runners.open_files import OpenFiles
 from runners.room import Room, require_checkpoints
 from runners.store import Staging, close_off, over_budget
+from runners.syncing import THREADS, Syncing
 
 LEFT = 128  # files of ended saves that an attempt may hold open
 MAX_ITEMS = 1 << 19
@@ -35,6 +37,7 @@ class Save:
     parent: str | None
     staging: Staging
     limit: int
+    syncing: Syncing
     files: dict[str, bytes] = field(default_factory=dict)
     counted: dict[str, int] = field(default_factory=dict)
     early: Early = field(default_factory=Early)
@@ -49,6 +52,7 @@ class Saving:
         self._room, self._loading = room, loading
         self._open: dict[tuple[str, int], Save] = {}
         self._written: dict[tuple[str, int], OpenFiles] = {}
+        self._disk = ThreadPoolExecutor(THREADS, thread_name_prefix="sync")
 
     def begin(self, guest: Guest, request: Mapping[str, Any]) -> Answer:
         """``save_begin``: ask the gate, put the begin on record, make a staging folder.
@@ -81,7 +85,8 @@ class Saving:
         if before is not None:
             self._drop(guest, before)
         staging = self._room.store.begin(guest.run, guest.attempt)
-        self._open[guest.run, guest.attempt] = Save(save_id, step, kind, parent, staging, limit)
+        save = Save(save_id, step, kind, parent, staging, limit, Syncing(self._disk))
+        self._open[guest.run, guest.attempt] = save
         return Answer({"save": save_id, "parent": parent})
 
     def file(self, guest: Guest, request: Mapping[str, Any]) -> Answer:
@@ -94,7 +99,6 @@ class Saving:
         if len(save.files) >= MAX_FILES:
             raise Malformed(f"a checkpoint has at most {MAX_FILES} files", code="files")
         run_key, key = self._room.vault.run_key(guest.run, guest.attempt), os.urandom(32)
-        save.early.begin(save.files, lambda early: self._prove(guest, save, early, run_key, 0))
         wrapped = wrap_file_key(run_key, key, guest.run, save.step, name)
         fd = save.staging.create(name)
         try:
@@ -103,6 +107,7 @@ class Saving:
             os.close(fd)
             raise
         save.files[name] = wrapped
+        save.early.add(name, lambda: self._prove(guest, save, name, run_key, 0))
         return Answer({"key": base64.b64encode(key).decode(), "wrapped": base64.b64encode(wrapped).decode()}, fd)
 
     def commit(self, guest: Guest, request: Mapping[str, Any]) -> Later:
@@ -149,6 +154,7 @@ class Saving:
 
     def _drop(self, guest: Guest, save: Save) -> None:
         """Take the staging folder away, if it is still there; what a guest can still write is emptied from then on."""
+        save.early.end()
         save.staging.drop()
         written = self._written.get((guest.run, guest.attempt))
         if written is not None:
@@ -177,6 +183,7 @@ class Saving:
         for owner, refusal in found:
             save = self._open[owner]
             save.over = refusal
+            save.early.end()
             save.staging.drop()
             self._written[owner].leave()
         return found
@@ -214,7 +221,8 @@ class Saving:
         digest, size = manifest.digest(), sum(r.size for r in rows)
         _require_listable(manifest)
         place = room.store.place(guest.run, save.step, guest.attempt)
-        room.store.commit(save.staging, place, set(save.files), manifest.seal(run_key), lambda: room.leash(guest))
+        room.store.commit(save.staging, place, set(save.files), manifest.seal(run_key), lambda: room.leash(guest),
+                          save.syncing.wait())
         facts = {"step": save.step, "kind": save.kind, "digest": digest, "items": items, "bytes": size,
                  "files": len(rows), "parent": save.parent}
         try:
@@ -249,6 +257,7 @@ class Saving:
         try:
             if os.fstat(fd).st_size > save.limit:
                 raise _too_large(os.fstat(fd).st_size)
+            save.syncing.begin(name, fd)
             if wrapped_of(fd) != wrapped:
                 raise Untrusted(f"{name} carries another key than it was given", code="sealed")
             reader = Reader(fd, unwrap_file_key(run_key, wrapped, guest.run, save.step, name), guest.run, save.step)

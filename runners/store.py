@@ -16,7 +16,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,15 +144,19 @@ class Store:
                            next_step="a committed step is never overwritten: save under a later step")
         return folder
 
-    def commit(self, staging: Staging, place: Path, names: set[str], manifest: bytes, last: Callable[[], None]) -> None:
+    def commit(
+        self, staging: Staging, place: Path, names: set[str], manifest: bytes, last: Callable[[], None],
+        synced: Collection[str] = (),
+    ) -> None:
         """Move `staging` to `place`, durably, with `manifest` in it.
 
-        Args: `names` the proven files; `last` asked right before the rename, a refusal of it leaves all as it was.
+        Args: `names` the proven files; `last` asked right before the rename, a refusal of it leaves all as it was;
+        `synced` those of the files that are on the disk already.
         Raises Conflict (``conflict.step``), Untrusted (``untrusted.files``), what `last` raises, OSError.
         """
         if staging.names() != names:
             raise Untrusted("the staging folder holds other files than were created", code="files")
-        for name in sorted(names):
+        for name in sorted(names - set(synced)):
             _sync_file(staging.folder / name)
         fd = os.open(staging.folder / MANIFEST, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400)
         with os.fdopen(fd, "wb") as out:
@@ -256,7 +260,8 @@ def close_off(path: Path, wait_ms: int | None = None) -> int:
                 raise Conflict(f"{path.name} is still open for writing", code="open_writer",
                                next_step="close every descriptor and mapping of the file before the commit")
             time.sleep(0.02)
-        os.fchmod(fd, 0o400)
+        if os.fstat(fd).st_mode & 0o777 != 0o400:  # a change would make a digest that is known look stale
+            os.fchmod(fd, 0o400)
     except BaseException:
         os.close(fd)
         raise

@@ -429,6 +429,23 @@ def test_a_finished_file_was_flushed_to_the_disk(fd: int, monkeypatch: pytest.Mo
     assert flushed == [(fd, size)]
 
 
+def test_a_flush_can_be_left_to_whoever_commits(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[int] = []
+    monkeypatch.setattr(os, "fsync", flushed.append)
+    writer = sealed.Writer(fd, KEY, b"w", RUN, STEP, C)
+    writer.finish(sync=False)
+    assert flushed == []
+
+
+def test_one_thread_writes_the_same_as_two(fd: int) -> None:
+    writer = sealed.Writer(fd, KEY, b"w", RUN, STEP, C, beside=False)
+    writer.add("w", (), bytes(range(256)) * 1024)
+    writer.finish()
+    reader = sealed.Reader(fd, KEY, RUN, STEP)
+    assert reader.read(0) == bytes(range(256)) * 1024
+    reader.close()
+
+
 def test_short_writes_are_carried_on(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda f, data, at: real(f, data[: max(1, len(data) // 2)], at))

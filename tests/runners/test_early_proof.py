@@ -1,14 +1,17 @@
 """Files that are proven before the commit: what is found early counts, what is not is found at the commit."""
 
+import errno
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from interlock.errors import Conflict, Refusal, Untrusted
-from runners import saving, store
-from runners.early_proof import Early
+from interlock.errors import Conflict, Refusal, Unavailable, Untrusted
+from runners import early_proof, saving, store
+from runners.early_proof import THREADS, Early
+from runners.store import close_off
 from tests.runners.door import Door, seal
 
 
@@ -44,40 +47,38 @@ def idle():
     return not any(t.name == "early-proof" for t in threading.enumerate())
 
 
-def test_a_finished_file_is_proven_while_the_next_one_is_written(door, proven):
+def test_a_finished_file_is_proven_while_the_guest_writes_another(door, proven):
     save = door.ready().begin(5)
     door.file(save, "a.sealed", 5, w=b"one")
-    door.file(save, "b.sealed", 5, v=b"two")
+    reply, fd = door.ask_file("save_file", save=save, name="b.sealed")
     until(lambda: ("a.sealed", False) in proven)
+    seal(fd, reply, 5, v=b"two")
+    os.close(fd)
     assert door.commit(save, items=2)["digest"]
-    assert proven == [("a.sealed", False), ("b.sealed", True)]  # the last one has nobody after it
     begun = door.ask("load_begin")
     assert [door.read(begun, name) for name in ("a.sealed", "b.sealed")] == [b"one", b"two"]
+    assert proven.count(("a.sealed", True)) == 0  # the commit did not prove it again
 
 
-def test_a_file_that_still_has_a_writer_is_proven_at_the_commit(door, proven):
+def test_the_last_file_is_proven_before_the_commit_is_asked_for(door, proven):
+    save = door.ready().begin(5)
+    door.file(save, "a.sealed", 5, w=b"one")
+    early = door.broker._desk._saving._open["run_1", 1].early
+    until(lambda: "a.sealed" in early._proofs)
+    assert door.commit(save, items=1)["digest"]
+    assert ("a.sealed", True) not in proven
+
+
+def test_a_file_that_had_a_writer_is_proven_once_it_has_none(door, proven):
     save = door.ready().begin(5)
     reply, fd = door.ask_file("save_file", save=save, name="a.sealed")
-    door.file(save, "b.sealed", 5, v=b"two")
-    until(lambda: ("a.sealed", False) in proven)
+    until(lambda: proven.count(("a.sealed", False)) > 1)
+    early = door.broker._desk._saving._open["run_1", 1].early
+    assert early._proofs == {}
     seal(fd, reply, 5, w=b"one")
     os.close(fd)
-    assert door.commit(save, items=2)["digest"]
-    assert proven.count(("a.sealed", True)) == 1
-
-
-def test_a_file_that_had_a_writer_is_tried_again_with_the_next_one(door, proven):
-    save = door.ready().begin(5)
-    reply, fd = door.ask_file("save_file", save=save, name="a.sealed")
-    door.file(save, "b.sealed", 5, v=b"two")
-    until(lambda: ("a.sealed", False) in proven)
-    seal(fd, reply, 5, w=b"one")
-    os.close(fd)
-    time.sleep(0.05)
-    door.file(save, "c.sealed", 5, u=b"three")
-    until(lambda: ("b.sealed", False) in proven)
-    assert door.commit(save, items=3)["digest"]
-    assert sorted(proven) == [("a.sealed", False), ("a.sealed", False), ("b.sealed", False), ("c.sealed", True)]
+    until(lambda: "a.sealed" in early._proofs)
+    assert door.commit(save, items=1)["digest"]
 
 
 def test_refuses_when_a_file_that_was_tried_early_is_not_sealed(door, proven):
@@ -85,8 +86,8 @@ def test_refuses_when_a_file_that_was_tried_early_is_not_sealed(door, proven):
     _, fd = door.ask_file("save_file", save=save, name="a.sealed")
     os.write(fd, b"plain weights" * 100)
     os.close(fd)
-    door.file(save, "b.sealed", 5, v=b"two")
     until(lambda: ("a.sealed", False) in proven)
+    door.file(save, "b.sealed", 5, v=b"two")
     with pytest.raises(Refusal) as caught:
         door.commit(save, items=2)
     assert caught.value.code == "malformed.sealed"
@@ -94,7 +95,7 @@ def test_refuses_when_a_file_that_was_tried_early_is_not_sealed(door, proven):
 
 
 def test_refuses_when_a_writer_stayed_open_from_before(door, proven, monkeypatch):
-    monkeypatch.setattr(store, "WRITER_MS", 50)
+    monkeypatch.setattr(saving, "close_off", lambda path, wait_ms=50: close_off(path, min(wait_ms, 50)))
     save = door.ready().begin(5)
     reply, fd = door.ask_file("save_file", save=save, name="a.sealed")
     seal(fd, reply, 5, w=b"one")
@@ -106,39 +107,96 @@ def test_refuses_when_a_writer_stayed_open_from_before(door, proven, monkeypatch
     os.close(fd)
 
 
-def test_only_one_proof_is_made_at_a_time():
-    early, going, started = Early(), False, []
+def test_an_fsync_that_failed_early_fails_the_commit(door, monkeypatch):
+    real, failing = os.fsync, True
+
+    def fsync(fd):
+        if failing and threading.current_thread().name.startswith("sync"):
+            raise OSError(errno.EIO, "the disk is broken")
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    save = door.ready().begin(5)
+    door.file(save, "a.sealed", 5, w=b"one")
+    with pytest.raises(Unavailable) as caught:
+        door.commit(save, items=1)
+    assert caught.value.code == "unavailable.disk"
+    assert door.staged() == []
+    failing = False
+    assert door.save(6)  # control
+
+
+def test_every_file_is_on_the_disk_before_the_manifest_is_written(door, monkeypatch):
+    real, synced = os.fsync, []
+
+    def fsync(fd):
+        real(fd)
+        if threading.current_thread() is not threading.main_thread():  # the guest's own do not count
+            synced.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    save = door.ready().begin(5)
+    for name in ("a.sealed", "b.sealed", "c.sealed"):
+        door.file(save, name, 5, w=name.encode())
+    assert door.commit(save, items=3)["digest"]
+    assert sorted(synced[: synced.index("manifest.json")]) == ["a.sealed", "b.sealed", "c.sealed"]
+
+
+def test_a_digest_found_at_the_commit_is_still_known_at_the_load(door, monkeypatch):
+    door.ready().save(5, w=b"one")
+
+    def never(_):
+        raise AssertionError("read again")
+
+    monkeypatch.setattr(store, "_hash", never)
+    assert door.read(door.ask("load_begin")) == b"one"
+
+
+def test_a_save_that_is_dropped_is_looked_into_no_more(door, proven):
+    save = door.ready().begin(5)
+    _, fd = door.ask_file("save_file", save=save, name="a.sealed")
+    until(lambda: proven)
+    door.ask("save_abort", save=save)
+    time.sleep(0.1)  # longer than the longest pause
+    assert not [t for t in threading.enumerate() if t.name == "early-proof"]
+    os.close(fd)
+
+
+def test_take_waits_for_a_proof_that_is_being_made_and_begins_none():
+    early, going, started = Early(), threading.Event(), []
 
     def prove(name):
         started.append(name)
-        while not going:
-            time.sleep(0.002)
+        assert going.wait(5)
         if name == "bad":
             raise Untrusted("no", code="sealed")
         return name, []
 
-    early.begin(["a", "bad"], prove)
+    early.add("a", lambda: prove("a"))
     until(lambda: started == ["a"])
-    early.begin(["a", "bad", "c"], prove)
-    assert started == ["a"]
-    going = True
-    assert early.take("c") is None
+    for name in ("bad", "b", "late"):
+        early.add(name, lambda name=name: prove(name))
+    if THREADS == 1:
+        assert early.take("late") is None
+        assert started == ["a"]
+    threading.Timer(0.05, going.set).start()
     assert early.take("a") == ("a", [])
+    until(lambda: "b" in early._proofs)
     assert early.take("bad") is None
-    early.begin(["a", "bad", "c"], prove)
-    assert early.take("c") == ("c", [])
-    assert started == ["a", "bad", "c"]
+    assert early.take("b") == ("b", [])
+    assert early.take("b") is None
+    early.end()
+    early.add("c", lambda: prove("c"))
+    time.sleep(0.02)
+    assert "c" not in started
 
 
 @pytest.mark.parametrize(("over", "count"), [(False, 2), (True, 1)])  # the first is the control
-def test_what_is_stopped_is_not_read_on(door, monkeypatch, over, count):
+def test_what_is_stopped_is_not_read_on(door, proven, monkeypatch, over, count):
     read, real = [], saving.wrapped_of
+    monkeypatch.setattr(early_proof, "THREADS", 1)
     save = door.ready().begin(5)
-    reply, fd = door.ask_file("save_file", save=save, name="a.sealed")
-    door.file(save, "b.sealed", 5, v=b"two")
-    until(idle)
-    seal(fd, reply, 5, w=b"one")
-    os.close(fd)
+    held = [door.ask_file("save_file", save=save, name=name) for name in ("a.sealed", "b.sealed")]
 
     def ending(fd):
         read.append(fd)
@@ -146,8 +204,9 @@ def test_what_is_stopped_is_not_read_on(door, monkeypatch, over, count):
         return real(fd)
 
     monkeypatch.setattr(saving, "wrapped_of", ending)
-    _, fd = door.ask_file("save_file", save=save, name="c.sealed")
-    os.close(fd)
-    until(lambda: read)
-    until(idle)
-    assert len(read) == count  # of a and b, both tried now
+    early = door.broker._desk._saving._open["run_1", 1].early
+    for reply, fd in held:
+        seal(fd, reply, 5, w=b"one")
+        os.close(fd)
+    until(lambda: not early._waiting and not early._at_work)
+    assert len(read) == count

@@ -133,9 +133,9 @@ def case_a_writer_that_somebody_still_holds_fails_the_save() -> None:
     at, held = step(), []
     kept = sealed.Writer.finish
 
-    def holding(self: Any) -> int:
+    def holding(self: Any, **named: Any) -> int:
         held.append(os.dup(self._fd))
-        return kept(self)
+        return kept(self, **named)
 
     sealed.Writer.finish = holding
     try:
