@@ -51,7 +51,7 @@ def require_code(connection: Connection, plan: Plan) -> None:
 def labels_for(plan: Plan, who: Requester, run: str, node: str, lineage: tuple[str, ...] = ()) -> Labels:
     """Return the labels of an attempt; they come from here only, never from a node.
 
-    Args: `lineage` the models whose versions the plan loads, and their ancestors (`registry.lineage_of`).
+    Args: `lineage` the models that the run belongs to beside its own (`registry.labelled`).
     """
     return Labels(plan.tenant, who.subject, who.person, run, node, plan.tier, plan.model, lineage)
 
@@ -65,7 +65,7 @@ def prepare(parts: Parts, plan: Plan, who: Requester, run: str) -> Labels:
         require_code(connection, plan)
         parts.keys.require(plan)
         registry.require_weights(connection, plan, who.person)
-        lineage = registry.lineage_of(connection, plan)
+        lineage = registry.labelled(connection, plan, run)
         standing = parts.desk.granting(connection)
         refuse_if_stopped(standing, labels_for(plan, who, run, "", lineage))
         labels = labels_for(plan, who, run, choose(connection, plan), lineage)

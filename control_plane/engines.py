@@ -68,6 +68,25 @@ def keep_states(parts: Parts) -> None:
     parts.bell.ring()
 
 
+def stop_makers(parts: Parts) -> list[str]:
+    """Stop each open run that made a version of a stopped model, or of a descendant, and return the orders.
+
+    Its labels are from before the version was registered, so the stop of the model does not cover it, and it holds
+    the weights. Resuming it takes two officers, as any run does. Raises Unavailable.
+    """
+    with reading(parts.engine) as connection:
+        standing = parts.desk.standing(connection)
+        stops = [s for s in standing.active if s.scope.kind is ScopeKind.MODEL]
+        found = registry.makers(connection) if stops else []
+        due = {run.id: (stop, version) for run, version in found for stop in stops
+               if stop.scope.id in (version.model, *json.loads(version.lineage)["models"])
+               and standing.stopped(_labels(connection, run)) is None}
+    return [parts.desk.accept_stop(
+        Scope(ScopeKind.RUN, run), stop.actor,
+        f"it made {version.model}@{version.number}, and {stop.scope} is stopped by {stop.id}").order.id
+        for run, (stop, version) in due.items()]
+
+
 def retire(parts: Parts, version: str, by: str) -> list[str]:
     """Retire a version for good and stop its engines; return the stop orders. Again it only stops what still runs.
 

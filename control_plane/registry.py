@@ -59,6 +59,12 @@ def lineage_of(connection: Connection, plan: Plan) -> tuple[str, ...]:
     return _ancestors(registry.versions_in(connection, plan.weights).values())
 
 
+def labelled(connection: Connection, plan: Plan, run: str) -> tuple[str, ...]:
+    """Return the lineage of an attempt of `run`: what it loads, and the models that it has made a version of."""
+    made = set(registry.made_by_run(connection, run)) - {plan.model}
+    return tuple(sorted({*lineage_of(connection, plan), *made}))
+
+
 def _ancestors(parents: Any) -> tuple[str, ...]:
     found: set[str] = set()
     for row in parents:

@@ -93,6 +93,7 @@ class Ticker:
             Job("orders", 1.0, parts.desk.catch_up), Job("records", TICK_S, parts.desk.record_late),
             Job("tree", 1.0, lambda: sequence(parts)), Job("pager", 0.5, pager.look),
             Job("lost", 5.0, lambda: lose_silent(parts)), Job("engines", 1.0, lambda: engines.keep_states(parts)),
+            Job("makers", 1.0, lambda: engines.stop_makers(parts)),
             Job("trust", 2.0, lambda: grow_trust(parts)),
             Job("streams", 10.0, parts.ledger.watch_streams),
             Job("restarts", 0.5, lambda: restarts.turn(parts, faults)),

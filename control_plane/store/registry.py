@@ -116,6 +116,18 @@ def engines_of(connection: Connection, digest: str) -> list[tuple[Row[Any], int]
     return found
 
 
+def made_by_run(connection: Connection, run: str) -> list[str]:
+    """Return the names of the models that have a version which `run` made."""
+    return list(connection.execute(select(versions.c.model).where(versions.c.run == run).distinct()).scalars())
+
+
+def makers(connection: Connection) -> list[tuple[Row[Any], Row[Any]]]:
+    """Return (open run, version) of every version whose run still holds its weights."""
+    found = list(connection.execute(_versions().join(runs, runs.c.id == versions.c.run).where(runs.c.state.in_(_OPEN))))
+    kept = {r.id: r for r in connection.execute(select(runs).where(runs.c.id.in_([v.run for v in found])))}
+    return [(kept[v.run], v) for v in found]
+
+
 def out_of_step(connection: Connection) -> list[tuple[Row[Any], str]]:
     """Return (version, the state it should have) where the column does not say whether an engine is warm."""
     cold = _versions().where(versions.c.state == SERVING, ~_WARM)

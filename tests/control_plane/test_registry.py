@@ -745,3 +745,30 @@ def test_an_order_that_no_node_could_read_is_not_signed(lab: House) -> None:
     assert refused.status_code == 422, refused.text
     lengthen(lab, version, 1000)
     assert trained(lab, weights=[version])
+
+
+def test_a_stop_of_a_model_reaches_the_run_that_made_it(lab: House) -> None:
+    """It was launched under no name, so its labels do not tell, and it holds the weights."""
+    maker, version = trained(lab)
+    child, _ = trained(lab, weights=[version]) if register(lab, maker).status_code == 201 else ("", "")
+    bystander, _ = trained(lab)
+    live(lab, maker)
+    assert engines.stop_makers(lab.parts) == []
+    lab.stop("model:aurora")
+    (order,) = engines.stop_makers(lab.parts)
+    with reading(lab.parts.engine) as connection:
+        standing = lab.parts.desk.standing(connection)
+    assert (str(standing.stops[order].scope), standing.stops[order].actor) == (f"run:{maker}", lab.people["cora"].id)
+    assert [standing.stopped(labels(lab, run)) is None for run in (maker, child, bystander)] == [False, False, True]
+    assert engines.stop_makers(lab.parts) == []  # once
+
+
+def test_a_later_attempt_knows_what_its_run_has_made(lab: House) -> None:
+    run, _ = trained(lab, restarts=2)
+    register(lab, run)
+    live(lab, run, word="ended", exit=1)
+    assert lab.post(f"/api/runs/{run}/restart", lab.people["rob"], {}).status_code == 201
+    assert (labels(lab, run).lineage, labels(lab, run, 2).lineage) == ((), ("aurora",))
+    live(lab, run, 2, word="ended", exit=1)
+    lab.stop("model:aurora")
+    assert lab.post(f"/api/runs/{run}/restart", lab.people["rob"], {}).status_code == 423
