@@ -23,7 +23,7 @@ from control_plane.desk import refuse_if_stopped
 from control_plane.lifecycle import own_attempt
 from control_plane.parts import Parts
 from control_plane.standing import Standing
-from control_plane.store import people, registry, run_keys, runs
+from control_plane.store import checkpoints, people, registry, run_keys, runs
 from control_plane.store.db import reading, writing
 from control_plane.store.run_keys import Registered
 from interlock import manifest
@@ -52,7 +52,7 @@ class Due:
 
 
 def keys_for(parts: Parts, node: str, run: str, attempt: int) -> dict[str, Any]:
-    """Return ``{run_key, files}`` of the attempt for `node`; raises the typed refusal, which is on record.
+    """Return ``{run_key, files, newest}`` of the attempt for `node`; raises the typed refusal, which is on record.
 
     Raises NotFound, Denied, Conflict, Halted, Stale, Unavailable, Untrusted or NotRecorded.
     """
@@ -81,6 +81,7 @@ def _released(parts: Parts, node: str, run: str, attempt: int) -> dict[str, Any]
         due = _due(parts, connection, node, run, attempt)
         facts = Facts(roles=people.roles_of(connection, due.run.owner, due.run.tenant), bundle_age_ms=0,
                       state=state(connection), own=True)
+        known = None if due.own is None else checkpoints.newest(connection, run)
     permit = parts.gate.ask(_call(due), facts)
 
     def live() -> bool:
@@ -95,7 +96,7 @@ def _released(parts: Parts, node: str, run: str, attempt: int) -> dict[str, Any]
     own = None if due.own is None else _text(opened(due.own))
     files = {version.digest: _files(version, opened(kept)) for version, kept in due.versions}
     _record(parts, node, due, permit, attempt)
-    return {"run_key": own, "files": files}
+    return {"run_key": own, "files": files, "newest": None if known is None else [known.step, known.attempt]}
 
 
 def _call(due: Due) -> Call:

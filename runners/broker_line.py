@@ -82,16 +82,19 @@ class BrokerLine:
         }, listener.fileno())
 
     def keys(
-        self, run: str, attempt: int, run_key: bytes | None, files: Mapping[str, Mapping[str, bytes]]
+        self, run: str, attempt: int, run_key: bytes | None, files: Mapping[str, Mapping[str, bytes]],
+        newest: tuple[int, int] | None = None,
     ) -> None:
         """Hand over the keys of an open attempt. Raises NotFound (``not_found.guest``) when it is not open.
 
-        Args: `run_key` for a plan with checkpoints; `files` version → file → key for the plan's weights.
+        Args: `run_key` for a plan with checkpoints; `files` version → file → key for the plan's weights; `newest`
+        step and attempt of the newest checkpoint that the control plane knows.
         """
         self._program.ask({
             "op": "keys", "run": run, "attempt": attempt,
             "run_key": None if run_key is None else base64.b64encode(run_key).decode(),
             "files": {v: {n: base64.b64encode(k).decode() for n, k in f.items()} for v, f in files.items()},
+            "newest": newest,
         })
 
     def close(self, run: str, attempt: int) -> None:

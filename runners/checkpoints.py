@@ -14,7 +14,7 @@ from runners.jobs import disk_fails
 from runners.loading import Loading
 from runners.room import Room
 from runners.saving import Saving
-from runners.vault import Vault, read_keys
+from runners.vault import Vault, newest_of, read_keys
 
 BEGINS, WINDOW_MS = 128, 10_000
 REFUSED_MS = 1_000
@@ -101,6 +101,7 @@ class Checkpoints:
     def take_keys(self, guest: Guest, request: Mapping[str, Any]) -> None:
         """Keep the keys that the launcher hands over for an open attempt; raises Malformed, never with a key."""
         run_key, files = read_keys(request)
+        self._loading.expect(guest, newest_of(request))
         self.vault.put(guest.run, guest.attempt, run_key, files)
 
     def opened(self, guest: Guest) -> None:

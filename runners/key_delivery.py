@@ -11,7 +11,7 @@ from interlock.errors import NotRecorded, Refusal, Stale, Unavailable
 from interlock.event import EventType
 from interlock.order import LaunchOrder
 from runners.station import Station
-from runners.vault import read_keys
+from runners.vault import newest_of, read_keys
 
 PAUSE_S = 1.0
 
@@ -25,8 +25,9 @@ def deliver(station: Station, order: LaunchOrder, stop: threading.Event) -> None
     """
     while not stop.is_set():
         try:
-            run_key, files = read_keys(station.upstream.keys(order.run, order.attempt))
-            station.broker().keys(order.run, order.attempt, run_key, files)
+            answer = station.upstream.keys(order.run, order.attempt)
+            run_key, files = read_keys(answer)
+            station.broker().keys(order.run, order.attempt, run_key, files, newest=newest_of(answer))
             return
         except Refusal as refusal:
             if passes(refusal):

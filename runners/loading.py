@@ -45,6 +45,7 @@ class Loading:
         self._room = room
         self._open: dict[tuple[str, int], dict[str, Load]] = {}
         self._parents: dict[tuple[str, int], str] = {}
+        self._newest: dict[tuple[str, int], tuple[int, int]] = {}
         self._told: set[Kept] = set()
         self._broken: set[Kept] = set()
 
@@ -100,8 +101,14 @@ class Loading:
         """Remember what the next save goes on from."""
         self._parents[guest.run, guest.attempt] = digest
 
+    def expect(self, guest: Guest, newest: tuple[int, int] | None) -> None:
+        """Remember step and attempt of the newest checkpoint that the control plane knows of this run."""
+        if newest is not None:
+            self._newest[guest.run, guest.attempt] = newest
+
     def forget(self, guest: Guest) -> None:
         """Drop what an attempt has begun."""
+        self._newest.pop((guest.run, guest.attempt), None)
         self._open.pop((guest.run, guest.attempt), None)
         self._parents.pop((guest.run, guest.attempt), None)
 
@@ -112,7 +119,10 @@ class Loading:
         run_key = self._room.vault.run_key(guest.run, guest.attempt)
         permit = self._room.gate.own(guest, Action.LOAD)
         self._room.gate.use(permit, Action.LOAD)
-        for kept, manifest in self._sound(guest, run_key, step):
+        kept, manifest = next(self._sound(guest, run_key, step), (None, None))
+        if step is None:
+            self._look_for_newer(guest, kept)
+        if kept is not None and manifest is not None:
             return Load(secrets.token_hex(8), manifest, kept, "")
         raise NotFound("this run has no such checkpoint", code="checkpoint",
                        next_step="begin at step 0, or name a step that was committed")
@@ -135,6 +145,13 @@ class Loading:
                 self._tell(guest, kept, "unavailable.disk")
                 continue
             yield kept, manifest
+
+    def _look_for_newer(self, guest: Guest, kept: Kept | None) -> None:
+        """Record when the newest checkpoint here is older than one that was reported: somebody took that away."""
+        step, attempt = self._newest.get((guest.run, guest.attempt), (-1, 0))
+        if (step, attempt) > ((-1, 0) if kept is None else (kept.step, kept.attempt)):
+            gone = Kept(step, attempt, self._room.store.committed / guest.run / f"{step}-{attempt}")
+            self._tell(guest, gone, "untrusted.rollback")
 
     def _tell(self, guest: Guest, kept: Kept, code: str) -> None:
         """Record once that a committed checkpoint is broken."""

@@ -86,6 +86,17 @@ def read_keys(answer: Mapping[str, Any]) -> tuple[bytes | None, dict[str, dict[s
     )
 
 
+def newest_of(answer: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return (step, attempt) of the newest checkpoint of the run that the control plane knows, or None; raises
+    Malformed."""
+    found = answer.get("newest")
+    if found is None:
+        return None
+    if not isinstance(found, list) or len(found) != 2 or not all(type(n) is int for n in found):
+        raise Malformed("the newest checkpoint is a step and an attempt", code="keys")
+    return found[0], found[1]
+
+
 def key_of(text: object) -> bytes:
     """Return the 32 bytes of a base64 key; raises Malformed (``malformed.keys``), which never shows it."""
     try:

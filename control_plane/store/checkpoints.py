@@ -18,6 +18,12 @@ def of_run(connection: Connection, run: str) -> list[Row[Any]]:
     return list(connection.execute(rows))
 
 
+def newest(connection: Connection, run: str) -> Row[Any] | None:
+    """Return the checkpoint that a run goes on from: the highest step, of one step the latest attempt; or None."""
+    rows = select(checkpoints).where(checkpoints.c.run == run)
+    return connection.execute(rows.order_by(checkpoints.c.step.desc(), checkpoints.c.attempt.desc()).limit(1)).first()
+
+
 def add(connection: Connection, **row: object) -> bool:
     """Keep a checkpoint; the same one twice is one row. Returns whether it was new."""
     if one(connection, str(row["digest"])) is not None:

@@ -176,7 +176,7 @@ def test_refuses_when_the_permit_is_for_something_else(lab: Lab) -> None:
 
 def test_the_node_gets_the_key_and_a_record_says_so_without_it(lab: Lab) -> None:
     answer = lab.ask()
-    assert answer == {"run_key": base64.b64encode(lab.key()).decode(), "files": {}}
+    assert answer == {"run_key": base64.b64encode(lab.key()).decode(), "files": {}, "newest": None}
     released = lab.records(EventType.RUN_KEY_RELEASED)
     assert released[0]["facts"] | {"record": ""} == {
         "attempt": 1, "node": "n1", "own": True, "providers": ["local"], "purpose": "train", "record": "",
@@ -437,7 +437,8 @@ def test_a_child_gets_the_file_keys_of_the_manifest_and_never_the_source_runs_ke
     digest = version(lab)
     answer = lab.ask(child(lab, digest))
     wanted = {name: base64.b64encode(key).decode() for name, key in FILES.items()}
-    assert answer == {"run_key": None, "files": {digest: wanted}}
+    assert answer == {"run_key": None, "files": {digest: wanted}, "newest": None}
+    assert lab.ask()["newest"] == [7, 1]  # the run itself is told what it committed last
     assert base64.b64encode(lab.key()).decode() not in json.dumps(answer)
     both = lab.ask(child(lab, digest, checkpoints=True))
     assert both["files"] == {digest: wanted}

@@ -141,14 +141,14 @@ class Door:
 
     def keys(
         self, run: str = "run_1", attempt: int = 1, run_key: bytes | None = RUN_KEY,
-        files: Mapping[str, Mapping[str, bytes]] | None = None,
+        files: Mapping[str, Mapping[str, bytes]] | None = None, newest: tuple[int, int] | None = None,
     ) -> dict[str, Any]:
         def text(key: bytes) -> str:
             return base64.b64encode(key).decode()
 
         given = {v: {n: text(k) for n, k in f.items()} for v, f in (files or {}).items()}
         return self.say({"op": "keys", "run": run, "attempt": attempt, "files": given,
-                         "run_key": None if run_key is None else text(run_key)})
+                         "run_key": None if run_key is None else text(run_key), "newest": newest})
 
     def ready(self, run: str = "run_1", attempt: int = 1, **plan: Any) -> "Door":
         assert self.open(run, attempt, **plan) == {"ok": True}

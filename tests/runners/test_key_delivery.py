@@ -22,6 +22,7 @@ class Fake:
     broker_answers: list = field(default_factory=list)
     handed: list = field(default_factory=list)
     events: list = field(default_factory=list)
+    newest: object = None
 
     @property
     def upstream(self):
@@ -30,7 +31,8 @@ class Fake:
     def broker(self):
         return SimpleNamespace(keys=self._hand)
 
-    def _hand(self, *what):
+    def _hand(self, *what, newest):
+        self.newest = newest
         if self.broker_answers:
             self._next(self.broker_answers)
         self.handed.append(what)
@@ -52,13 +54,14 @@ def _no_pause(monkeypatch):
 
 
 ORDER = SimpleNamespace(run="run_1", attempt=2)
-GIVEN = {"run_key": KEY, "files": {"sha256:v": {"a.sealed": KEY}}}
+GIVEN = {"run_key": KEY, "files": {"sha256:v": {"a.sealed": KEY}}, "newest": [7, 1]}
 
 
 def test_keys_are_asked_for_until_they_come(monkeypatch):
     station = Fake([Unavailable("away"), Denied("not yet", code="lease"), GIVEN, GIVEN], [Unavailable("broker"), None])
     deliver(station, ORDER, threading.Event())
     assert station.handed == [("run_1", 2, b"k" * 32, {"sha256:v": {"a.sealed": b"k" * 32}})]
+    assert station.newest == (7, 1)
     assert station.events == []
 
 
@@ -82,6 +85,7 @@ def test_it_ends_with_the_attempt():
 
 
 @pytest.mark.parametrize("answer", [
+    {**GIVEN, "newest": "7"}, {**GIVEN, "newest": [7]}, {**GIVEN, "newest": [7, True]},
     {}, {"run_key": KEY}, {"run_key": "c2hvcnQ=", "files": {}}, {"run_key": KEY + "!", "files": {}},
     {"run_key": None, "files": {"v": [KEY]}}, {"run_key": None, "files": {"v": {"a": None}}},
 ])
@@ -91,5 +95,5 @@ def test_refuses_when_an_answer_holds_no_keys(answer):
     assert station.handed == []
     assert station.events[0][2] == {"code": "malformed.keys"}
     with pytest.raises(Malformed) as refused:
-        key_delivery.read_keys(answer)
+        (key_delivery.read_keys(answer), key_delivery.newest_of(answer))
     assert KEY not in str(refused.value)

@@ -1,6 +1,7 @@
 """Loads: only what a verified manifest lists, only for whom it is, only while the lease lives."""
 
 import os
+import shutil
 import threading
 import time
 
@@ -98,6 +99,28 @@ def test_refuses_a_checkpoint_whose_files_are_not_there(door, how):
     else:
         _rewrite(path, data)
     assert door.ask("load_begin")["step"] == 2  # control
+
+
+def test_a_newer_checkpoint_that_was_taken_away_is_told(door):
+    """Every byte that is left is authentic: only who knows of the newer one can tell."""
+    def told():
+        return [e.facts["refused"] for e in door.events if e.type.value == "incident.raised"]
+
+    door.ready()
+    door.save(1)
+    door.save(2)
+    door.keys(newest=(2, 1))
+    assert door.ask("load_begin")["step"] == 2
+    assert told() == []  # control
+    shutil.rmtree(_folder(door, "2-1"))
+    assert door.ask("load_begin", step=1)["step"] == 1
+    assert told() == []  # asked for by its number: no more is promised
+    for _ in range(2):
+        assert door.ask("load_begin")["step"] == 1
+    assert told() == ["untrusted.rollback"]
+    shutil.rmtree(_folder(door, "1-1"))
+    with pytest.raises(NotFound):
+        door.ask("load_begin")
 
 
 def test_refuses_when_a_manifest_lies_in_the_folder_of_another_step(door):
