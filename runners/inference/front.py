@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from interlock.errors import Refusal, Unavailable
 from runners.inference import answers, openapi
-from runners.inference.body import malformed
+from runners.inference.body import LIMIT, malformed
 from runners.inference.calls import Calls, OnRecordError
 from runners.inference.evidence import Evidence
 from runners.inference.exchange import Exchange, Gone, Receive, Scope, Send
@@ -23,6 +23,8 @@ from runners.inference.routes import route_of
 HEAD_S = 15.0
 REST_S = 35.0  # a little more than runners/inference/exchange.py gives a body that it reads
 CONNECTIONS = 1_024
+HEAD_BYTES = 64 << 10
+MESSAGE_BYTES = 2 * LIMIT  # head, body, and what is sent around them: sizes of chunks, trailers
 _HOST = re.compile(rb"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?")
 _JSON = re.compile(rb"application/json(\s*;.*)?", re.IGNORECASE)
 
@@ -86,6 +88,7 @@ class Patient(HttpToolsProtocol):
 
     _late: asyncio.TimerHandle | None = None
     _idle_since = 0.0
+    _in_head, _bytes = True, 0
 
     def connection_made(self, transport: Any) -> None:
         """Begin to wait for the first request; make room for it, or turn it away."""
@@ -110,6 +113,14 @@ class Patient(HttpToolsProtocol):
         self._idle_since = self.loop.time()
         super().on_response_complete()
 
+    def data_received(self, data: bytes) -> None:
+        """Read on, within bounds: a parser keeps what belongs to no body for as long as it comes."""
+        self._bytes += len(data)
+        if self._bytes > (HEAD_BYTES if self._in_head else MESSAGE_BYTES):
+            self.transport.abort()
+            return
+        super().data_received(data)
+
     def on_message_begin(self) -> None:
         """Begin to wait for the head; a request before the answer to the last one ends the connection."""
         if self.cycle is not None and not self.cycle.response_complete:
@@ -117,11 +128,13 @@ class Patient(HttpToolsProtocol):
             self.cycle.message_event.set()
             self.transport.abort()
         super().on_message_begin()
+        self._in_head, self._bytes = True, 0
         self._wait(HEAD_S)
 
     def on_headers_complete(self) -> None:
         """The head is whole: begin to wait for the rest, which goes on arriving even when nobody reads it."""
         super().on_headers_complete()
+        self._in_head = False
         self._wait(REST_S)
 
     def on_message_complete(self) -> None:

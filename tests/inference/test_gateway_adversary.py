@@ -284,3 +284,24 @@ def test_all_keys_of_a_person_have_one_limit_together(room: Room, monkeypatch: p
         found = [room.ask(name).status_code for name in ("rae", "more", "rae", "more", "rae")]
         assert found == [200, 200, 200, 429, 429]
         assert room.ask("pat").status_code == 200  # control: another person
+
+
+_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(("begin", "most"), [
+    (b"GET /healthz?", front.HEAD_BYTES), (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX: ", front.HEAD_BYTES),
+    (_HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nX: ", front.MESSAGE_BYTES),
+], ids=["path", "header", "trailer"])
+def test_what_belongs_to_no_body_is_not_kept_for_as_long_as_it_comes(room: Room, begin: bytes, most: int) -> None:
+    sent = 0
+    with socket.create_connection(("127.0.0.1", room.port)) as line, contextlib.suppress(OSError):
+        line.sendall(begin)
+        while sent < 64 << 20:
+            line.sendall(b"a" * (64 << 10))
+            sent += 64 << 10
+    assert sent < most + (16 << 20)  # what lies in the kernel's buffers counts too
+    with room.client() as client:  # control: much in a head, and a whole body, is fine; a connection is used again
+        for _ in range(3):
+            assert client.get("/healthz", headers={"x": "a" * 50_000}).status_code == 200
+            assert client.post("/healthz", content=b"x" * (1 << 20)).status_code == 405
