@@ -91,4 +91,6 @@ def listing(request: Request, caller: SignedIn) -> dict[str, Any]:
     """List nodes with what they isolate and which tiers they may run."""
     pass_gate(request, caller, Action.LOOK, Resource("node", "all", caller.tenant), own=True)
     with reading(parts_of(request).engine) as connection:
-        return {"nodes": [shown(n) for n in nodes.every(connection)]}
+        found = [shown(n) for n in nodes.every(connection)]
+    # Who has no role (a partner) is not told what a host lacks and where its data lies.
+    return {"nodes": found if caller.roles else [{**n, "boot_id": "", "facts": {}} for n in found]}

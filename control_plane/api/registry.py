@@ -104,7 +104,7 @@ def one(request: Request, caller: SignedIn, name: Name) -> dict[str, Any]:
         raise NotFound("no such model, or it is not yours", code="model")
     looking.require(request, caller, Resource("model", name, row.tenant, Tier(row.tier)),
                     own=row.tenant == caller.tenant)
-    return next(m for m in _shown(parts_of(request)) if m["name"] == name)
+    return _told(caller, next(m for m in _shown(parts_of(request)) if m["name"] == name))
 
 
 def visible(request: Request, caller: Caller) -> list[dict[str, Any]]:
@@ -114,7 +114,20 @@ def visible(request: Request, caller: Caller) -> list[dict[str, Any]]:
     kinds = {(m["tenant"], m["tier"]) for m in found}
     seen = {(t, w) for t, w in kinds
             if looking.may(request, caller, Resource("model", "all", t, Tier(w)), own=t == caller.tenant)}
-    return [m for m in found if (m["tenant"], m["tier"]) in seen]
+    return [_told(caller, m) for m in found if (m["tenant"], m["tier"]) in seen]
+
+
+_NO_LINEAGE: dict[str, list[Any]] = {"parents": [], "models": [], "datasets": [], "code": []}
+
+
+def _told(caller: Caller, model: dict[str, Any]) -> dict[str, Any]:
+    """Return what this caller is told of a model. Who has no role (a partner) hears what he may call, not how it was
+    made, by whom, and where it runs."""
+    if caller.roles:
+        return model
+    hidden = {"run": "", "step": 0, "lineage": _NO_LINEAGE, "request": "", "created_by": "", "engines": []}
+    return {**model, "owner": "", "owner_name": "", "versions": [
+        {**v, **hidden} for v in model["versions"] if v["state"] in registry.OFFERED]}
 
 
 def _shown(parts: Parts) -> list[dict[str, Any]]:

@@ -772,3 +772,18 @@ def test_a_later_attempt_knows_what_its_run_has_made(lab: House) -> None:
     live(lab, run, 2, word="ended", exit=1)
     lab.stop("model:aurora")
     assert lab.post(f"/api/runs/{run}/restart", lab.people["rob"], {}).status_code == 423
+
+
+def test_who_has_no_role_hears_what_he_may_call_and_not_how_it_was_made(lab: House) -> None:
+    run, version = trained(lab, datasets=[{"name": "text", "path": "/srv/secret-text"}])
+    register(lab, run)
+    paula = lab.person("paula")
+    assert lab.get("/api/models/aurora", paula).json()["versions"] == []  # a draft
+    approved(lab, version)
+    for path in ("/api/models", "/api/models/aurora"):
+        told = lab.get(path, paula)
+        assert (told.status_code, version in told.text) == (200, True)
+        assert not any(word in told.text for word in (run, "secret-text", lab.people["rob"].id, '"rob"'))
+        assert "secret-text" in lab.get(path, lab.people["rob"]).text
+    assert lab.get("/api/nodes", paula).json()["nodes"][0]["facts"] == {}
+    assert lab.get("/api/nodes", lab.people["rob"]).json()["nodes"][0]["facts"]["environments"] == ["guest"]
