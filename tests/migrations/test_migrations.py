@@ -94,3 +94,40 @@ def test_a_stranger_in_the_current_directory_is_not_imported(tmp_path: Path) -> 
         env={"PATH": os.environ["PATH"]},
     )
     assert done.stdout.strip() == run.latest(), done.stderr
+
+
+# Rows of each later step's tables, the referred ones first; the first two are of the step before.
+_PERSON = ("INSERT INTO people (id, name, tenant, kind, owner, password_hash, totp_last, totp_active, person_key,"
+           " disabled, created_us) VALUES ('per_1', 'rob', 'lab', 'person', '', 'x', 0, TRUE, '', FALSE, 1)")
+_RUN = ("INSERT INTO runs (id, tenant, subject, owner, tier, model, plan, plan_digest, approval, state, attempt, node,"
+        " created_us, ended_us, outcome) VALUES ('run_1', 'lab', 'per_1', 'per_1', 'none', '', '{}', 'd', '', 'ended',"
+        " 1, 'n1', 1, 1, '')")
+_LATER = (
+    "INSERT INTO run_keys VALUES ('run_1', 'local', 'kek', 1, 'x', '{}', 1)",
+    "INSERT INTO checkpoints VALUES ('sha256:1', 'run_1', 1, 1, 'weights', 1, 1, '', 'n1', 'x', 1)",
+    "INSERT INTO models VALUES ('aurora', 'lab', 'per_1', 'none', 1)",
+    "INSERT INTO versions VALUES ('sha256:1', 'aurora', 1, 'none', 'serving', 'run_1', 1, '{}', '', 'per_1', 1, 1)",
+    "INSERT INTO programme_members VALUES ('trusted-testers', 'per_1', 'Partner GmbH', 2, 'per_1', 1, 0)",
+    "INSERT INTO engines VALUES ('run_1', 1, 'sha256:1', 1)",
+)
+
+
+def test_each_step_goes_up_and_down_over_rows(engine: Engine) -> None:
+    """A database that an older program filled comes up; what it knew is still there after the way back."""
+    run.upgrade(engine, "01_01")
+    with writing(engine) as connection:
+        connection.execute(text(_PERSON))
+        connection.execute(text(_RUN))
+    run.upgrade(engine)
+    with writing(engine) as connection:
+        for row in _LATER:
+            connection.execute(text(row))
+    for version in ("02_01", "01_01"):
+        run.downgrade(engine, version)
+        assert run.current(engine) == version
+        with reading(engine) as connection:
+            assert connection.execute(text("SELECT id FROM runs")).scalars().all() == ["run_1"]
+    run.upgrade(engine)
+    assert _differences(engine) == []
+    with reading(engine) as connection:
+        assert connection.execute(text("SELECT count(*) FROM versions")).scalar_one() == 0
