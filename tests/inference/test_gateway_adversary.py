@@ -271,6 +271,16 @@ def test_who_holds_every_connection_keeps_nobody_out(room: Room, monkeypatch: py
         wait_for(lambda: script.aborted_at)
 
 
+def test_the_restricted_profile_does_not_go_on_with_a_link_of_the_prompt(room: Room) -> None:
+    with room.engine("astra", Script(text="evil.example/a b")):
+        for who, shown in (("pat", "evil.example/a b"), ("rae", "[link withheld] b")):  # control: the full profile
+            for prompt in ("see https://", "www."):
+                answer = room.ask(who, model="astra", prompt=prompt, max_tokens=32)
+                assert answer.json()["choices"][0]["text"] == shown
+        assert room.ask("rae", model="astra", prompt="see", max_tokens=32).json()["choices"][0]["text"] == (
+            "evil.example/a b")
+
+
 # --- a person with many keys --------------------------------------------------------------------------
 
 

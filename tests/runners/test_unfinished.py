@@ -1,5 +1,8 @@
 """A gateway that died left calls open: its successor says so of each, once."""
 
+import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,10 @@ from interlock.event import Event, EventType
 from interlock.tier import Tier
 from policy.facts import Facts
 from policy.gate import decision_event
+from runners.gateway_line import GatewayLine
 from runners.unfinished import unfinished
+from tests.inference.test_gateway_process import USER, Host
+from tests.runners.conftest import needs_root
 
 
 def decided(call: str, action: Action = Action.INFER, effect: Effect = Effect.ALLOW) -> Event:
@@ -60,3 +66,24 @@ def test_what_cannot_be_read_is_said_and_stops_nothing(tmp_path: Path, capfd: py
     (tmp_path / first.stream / segment.file_name(0)).write_bytes(b"rot")
     assert unfinished(tmp_path) == []
     assert "cannot be read" in capfd.readouterr().err
+
+
+@pytest.mark.root
+@needs_root
+def test_a_gateway_that_starts_says_so_before_it_serves() -> None:
+    folder = Path(tempfile.mkdtemp(prefix="ilu", dir="/tmp"))
+    folder.chmod(0o755)
+    host = Host(folder)
+    try:
+        host.line.end()
+        assert b"unknown" not in host.recorded()  # control
+        spool = Spool(host.found.gateway_spool, "node-1", "gateway")
+        spool.record(decided("call_open"))
+        killed(spool)
+        for each in host.found.gateway_spool.rglob("*"):
+            os.chown(each, USER, USER)
+        host.line = GatewayLine(host.found, "node-1", str(USER), 0)
+        assert b'"outcome":"unknown"' in host.recorded()
+    finally:
+        host.line.end()
+        shutil.rmtree(folder)
