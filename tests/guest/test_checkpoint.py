@@ -31,17 +31,48 @@ pytestmark = pytest.mark.guest
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> "Outcomes":
-    return Outcomes({})
+def outcomes() -> "Iterator[Outcomes]":
+    place = Path(tempfile.mkdtemp(prefix="ilc", dir="/tmp"))
+    (place / "guest").mkdir()
+    (place / "guest" / "interlock").symlink_to(ROOT / "interlock")
+    runner = subprocess.Popen(
+        [str(PYTHON), "-P", str(FOLDER / "running.py")], cwd=place, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True, env={"PATH": "/usr/bin:/bin", "HOME": str(place), "TMPDIR": str(place), "OMP_NUM_THREADS": "1",
+                        "PYTHONPATH": f"{place / 'guest'}:{FOLDER}"})
+    try:
+        yield Outcomes(runner, place)
+    finally:
+        runner.communicate(timeout=10)
+        shutil.rmtree(place)
 
 
-class Outcomes(dict[str, dict[str, str]]):
+class Outcomes:
     """The errors of each file's cases; a file runs once, when its first case is asked for."""
 
+    def __init__(self, runner: "subprocess.Popen[str]", place: Path) -> None:
+        self._runner, self._place = runner, place
+        self._found: dict[str, dict[str, str]] = {}
+
     def of(self, file: str, case: str) -> str:
-        if file not in self:
-            self[file] = _run(file)
-        return self[file].get(case, "the case did not run: " + self[file][""])
+        if file not in self._found:
+            self._found[file] = self._run(file)
+        return self._found[file].get(case, "the case did not run: " + self._found[file][""])
+
+    def _run(self, file: str) -> dict[str, str]:
+        place = self._place / file[:2]  # short: a socket lies below it
+        place.mkdir()
+        with (_real if file in WITH_REAL_BROKER else _stand_in)(place) as (path, run):
+            told = {"file": str(FOLDER / file), "cwd": str(place), "environment": {
+                "HOME": str(place), "TMPDIR": str(place), wire.SOCKET_ENV: path, leash.RUN_ENV: run}}
+            assert self._runner.stdin is not None
+            assert self._runner.stdout is not None
+            self._runner.stdin.write(json.dumps(told) + "\n")
+            self._runner.stdin.flush()
+            status = self._runner.stdout.readline().strip()
+        said, errors = ((place / name).read_text() for name in ("out.txt", "err.txt"))
+        rows = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+        return {**{r["case"]: r["error"] and r["error"] + errors[-4000:] for r in rows},
+                "": f"{status} {errors[-4000:]}"}
 
 
 @contextmanager
@@ -64,30 +95,6 @@ def _real(place: Path) -> Iterator[tuple[str, str]]:
             assert len(door.staged()) <= 1  # the last one that was killed; what begins next drops it
         finally:
             door.close()
-
-
-def _run(file: str) -> dict[str, str]:
-    place = Path(tempfile.mkdtemp(prefix="ilc", dir="/tmp"))
-    (place / "guest").mkdir()
-    (place / "guest" / "interlock").symlink_to(ROOT / "interlock")
-    try:
-        with (_real if file in WITH_REAL_BROKER else _stand_in)(place) as (path, run):
-            return _outcomes(file, place, {wire.SOCKET_ENV: path, leash.RUN_ENV: run})
-    finally:
-        shutil.rmtree(place)
-
-
-def _outcomes(file: str, place: Path, told: dict[str, str]) -> dict[str, str]:
-    done = subprocess.run(
-        [str(PYTHON), "-P", str(FOLDER / "running.py"), str(FOLDER / file)], cwd=place, capture_output=True,
-        text=True, timeout=150, env={
-            "PATH": "/usr/bin:/bin", "HOME": str(place), "TMPDIR": str(place), "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": f"{place / 'guest'}:{FOLDER}", **told,
-        },
-    )
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    errors = {row["case"]: row["error"] and row["error"] + done.stderr[-4000:] for row in found}
-    return {**errors, "": f"{done.returncode} {done.stderr[-4000:]}"}
 
 
 def test_the_guest_environment_is_there() -> None:

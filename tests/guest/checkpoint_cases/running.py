@@ -2,6 +2,9 @@
 
 `python running.py FILE`: the stand-in broker is told by INTERLOCK_SOCKET. Each case starts with an empty store of
 steps of its own: it takes its steps from `step()`.
+
+`python running.py` without a file reads lines {"file", "cwd", "environment"}, runs each in a child of its own and
+prints the child's status: torch is imported once for all of them. The child writes to out.txt and err.txt in `cwd`.
 """
 
 import importlib.util
@@ -9,6 +12,7 @@ import itertools
 import json
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -88,9 +92,27 @@ def ranks(count: int, work: Callable[[], object], folder: Path) -> list[int]:
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
-def main() -> None:
-    """Run each case of the file named on the command line."""
-    spec = importlib.util.spec_from_file_location("cases", sys.argv[1])
+def serve() -> None:
+    """Run the files that standard input names, one after the other."""
+    import torch.distributed.checkpoint  # noqa: F401 - for the children
+
+    for line in sys.stdin:
+        told = json.loads(line)
+
+        def work(told: dict[str, Any] = told) -> None:
+            os.chdir(told["cwd"])
+            tempfile.tempdir = None  # found anew, by the child's own TMPDIR
+            for number, name in ((1, "out.txt"), (2, "err.txt")):
+                os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT, 0o600), number)
+            main(told["file"])
+
+        child = fork(work, **told["environment"])
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+def main(file: str) -> None:
+    """Run each case of `file`."""
+    spec = importlib.util.spec_from_file_location("cases", file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -108,4 +130,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     sys.modules["running"] = sys.modules["__main__"]
-    main()
+    main(sys.argv[1]) if sys.argv[1:] else serve()
