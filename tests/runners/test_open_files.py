@@ -4,11 +4,13 @@ import os
 import shutil
 import socket
 import subprocess
+import time
 
 import pytest
 
 from interlock.errors import Conflict, Denied, Malformed, Unavailable
 from runners import broker, open_files, saving, store
+from runners.early_proof import Early
 from runners.open_files import OpenFiles
 from tests.runners.door import UID, Door, as_uid, seal
 
@@ -31,7 +33,7 @@ def _limit(monkeypatch, door, name, size):
 
 @pytest.fixture
 def read(monkeypatch):
-    """The names of the files that a commit reads; what is proven before it is left out."""
+    """The names of the files that a commit reads; nothing is proven before it."""
     seen = []
     real = saving.Saving._prove
 
@@ -41,6 +43,7 @@ def read(monkeypatch):
         return real(self, guest, save, name, run_key, *wait_ms)
 
     monkeypatch.setattr(saving.Saving, "_prove", spy)
+    monkeypatch.setattr(Early, "add", lambda *_: None)
     return seen
 
 
@@ -83,6 +86,23 @@ def test_refuses_a_commit_of_too_much_before_anything_is_read(door, monkeypatch,
     assert door.staged() == []
     door.save(2)  # control
     assert read == ["a.sealed"]
+
+
+def test_a_file_that_is_too_large_alone_is_not_proven_early(door, monkeypatch):
+    _limit(monkeypatch, door, "SAVE_SHARE", MB)
+    monkeypatch.setattr(saving.Saving, "look", lambda _: [])
+    read, real = [], saving.wrapped_of
+    monkeypatch.setattr(saving, "wrapped_of", lambda fd: read.append(os.fstat(fd).st_size) or real(fd))
+    save = door.begin(1)
+    _, fd = door.ask_file("save_file", save=save, name="a.sealed")
+    os.ftruncate(fd, 2 * MB)
+    os.close(fd)
+    door.file(save, "b.sealed", 1, w=b"x")
+    door.until(lambda: read)  # control
+    time.sleep(0.1)
+    with pytest.raises(Denied, match=r"denied\.budget"):
+        door.commit(save)
+    assert max(read) < MB
 
 
 def test_no_file_is_read_while_another_one_can_be_written(door, monkeypatch, read):
