@@ -101,7 +101,7 @@ def test_serves_under_its_own_user_and_ends_with_the_launcher(host: Host) -> Non
     assert host.get("/healthz").json() == {"ok": True}
     assert host.get("/v1/models").json()["error"]["code"] == "stale.entitlements"  # nobody shared any
     words = Path(f"/proc/{host.line.pid}/cmdline").read_bytes() + Path(f"/proc/{host.line.pid}/environ").read_bytes()
-    assert host.line._own.key.hex().encode() not in words
+    assert host.line._program.key.hex().encode() not in words
     begun = time.monotonic()
     host.line.end()
     assert time.monotonic() - begun < 3
