@@ -10,7 +10,7 @@ import pytest
 
 from interlock.errors import Conflict, Refusal, Unavailable, Untrusted
 from runners import early_proof, saving, store
-from runners.early_proof import THREADS, Early
+from runners.early_proof import Early
 from runners.store import close_off
 from tests.runners.door import Door, seal
 
@@ -162,7 +162,8 @@ def test_a_save_that_is_dropped_is_looked_into_no_more(door, proven):
     os.close(fd)
 
 
-def test_take_waits_for_a_proof_that_is_being_made_and_begins_none():
+def test_take_waits_for_a_proof_that_is_being_made_and_begins_none(monkeypatch):
+    monkeypatch.setattr(early_proof, "THREADS", 1)
     early, going, started = Early(), threading.Event(), []
 
     def prove(name):
@@ -176,12 +177,12 @@ def test_take_waits_for_a_proof_that_is_being_made_and_begins_none():
     until(lambda: started == ["a"])
     for name in ("bad", "b", "late"):
         early.add(name, lambda name=name: prove(name))
-    if THREADS == 1:
-        assert early.take("late") is None
-        assert started == ["a"]
+    assert early.take("late") is None
+    assert started == ["a"]
     threading.Timer(0.05, going.set).start()
     assert early.take("a") == ("a", [])
-    until(lambda: "b" in early._proofs)
+    until(lambda: not early._waiting and not early._at_work)
+    assert started == ["a", "bad", "b"]  # the commit has taken "late" upon itself
     assert early.take("bad") is None
     assert early.take("b") == ("b", [])
     assert early.take("b") is None
