@@ -341,9 +341,34 @@ def test_the_guest_can_write_the_file_and_no_more(door):
 # --- the commit ---------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("end", ["stop", "lease", "close"])
-def test_refuses_when_it_is_over_right_before_the_rename(door, end):
+def test_refuses_when_it_is_over_right_before_the_rename(door, monkeypatch, end):
     door.ready()
     old = door.save(1)
+    save, real = door.begin(2), store.sync_folder
+    door.file(save, "a.sealed", 2, w=b"x")
+
+    def sync_folder(folder):
+        real(folder)
+        if folder == door.store.committed:  # the last step before the rename
+            door.stop, door.over = (ALL if end == "stop" else None), end == "lease"
+            if end == "close":
+                door.close_run()
+
+    monkeypatch.setattr(store, "sync_folder", sync_folder)
+    with pytest.raises(Refusal) as refused:
+        door.commit(save)
+    door.until(lambda: door.staged() == [])
+    monkeypatch.undo()
+    door.stop, door.over = None, False
+    assert refused.value.code == {"stop": "stopped", "lease": "stopped.lease", "close": "unavailable.broker"}[end]
+    assert [p.name for p in (door.root / "store").glob("*/*")] == ["1-1"]
+    door.keys() if end != "close" else door.ready(attempt=2)
+    assert door.ask("load_begin")["digest"] == old  # control
+    door.save(2)
+
+
+def test_refuses_when_it_is_stopped_while_a_commit_waits_for_a_writer(door):
+    door.ready()
     save = door.begin(2)
     reply, fd = door.ask_file("save_file", save=save, name="a.sealed")
     seal(fd, reply, 2, w=b"x")
@@ -357,20 +382,13 @@ def test_refuses_when_it_is_over_right_before_the_rename(door, end):
 
     asking = threading.Thread(target=commit)
     asking.start()
-    time.sleep(0.15)  # it waits for our descriptor; the leash was asked already
-    assert door.ask("status")["state"] == "live"  # and the loop goes on answering
-    door.stop, door.over = (ALL if end == "stop" else None), end == "lease"
-    if end == "close":
-        door.close_run()
+    time.sleep(0.15)
+    assert door.ask("status")["state"] == "live"  # control: the loop goes on answering
+    door.stop = ALL
     os.close(fd)
     asking.join(5)
     door.until(lambda: door.staged() == [])
-    door.stop, door.over = None, False
-    assert failed == [{"stop": "stopped", "lease": "stopped.lease", "close": "unavailable.broker"}[end]]
-    assert [p.name for p in (door.root / "store").glob("*/*")] == ["1-1"]
-    door.keys() if end != "close" else door.ready(attempt=2)
-    assert door.ask("load_begin")["digest"] == old  # control
-    door.save(2)
+    assert failed == ["stopped"]
 
 
 def test_refuses_a_second_commit_while_one_is_at_work(door):
