@@ -140,6 +140,7 @@ def draft(
     old = registry.version(connection, kept.digest)
     if old is not None:
         raise Conflict(f"these weights are registered as {old.model}@{old.number}", code="version",
+                       next_step=f"interlock model show {old.model}",
                        details={"version": old.digest, "model": old.model, "number": old.number})
     model = registry.model(connection, name)
     if model is not None and model.tenant != run.tenant:
@@ -210,7 +211,8 @@ def register(parts: Parts, connection: Connection, wanted: Draft, by: str, tenan
             connection, wanted.version, wanted.model, tier=wanted.tier.value, run=wanted.run, step=wanted.step,
             lineage=wanted.lineage, created_by=by, now_us=now)
     except IntegrityError:
-        raise Conflict("another call registered this at the same time", code="version") from None
+        raise Conflict("another call registered this at the same time", code="version",
+                       next_step=f"interlock model show {wanted.model}") from None
     parts.ledger.record(Event(EventType.VERSION_REGISTERED, by, tenant, wanted.run, facts={
         "version": wanted.version, "model": wanted.model, "number": number, "tier": wanted.tier.value,
         "step": wanted.step, "lineage": wanted.lineage}), connection)

@@ -40,4 +40,10 @@ def may(request: Request, caller: Caller, resource: Resource, *, own: bool = Fal
 def require(request: Request, caller: Caller, resource: Resource, *, own: bool) -> None:
     """Refuse a look; what one may not see does not exist. Raises NotFound, or as `may`."""
     if not may(request, caller, resource, own=own):
-        raise NotFound("no such object, or it is not yours", code=resource.kind)
+        raise unseen(resource.kind)
+
+
+def unseen(kind: str) -> NotFound:
+    """Return the one refusal for what does not exist and for what is not the caller's: nobody learns which."""
+    steps = {"run": "interlock runs", "model": "interlock model list"}
+    return NotFound(f"no such {kind}, or it is not yours", code=kind, next_step=steps.get(kind, ""))

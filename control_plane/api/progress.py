@@ -12,7 +12,7 @@ from control_plane.store import checkpoints, runs
 from control_plane.store.db import reading
 from control_plane.ticker import sequence
 from interlock.call import Action, Resource
-from interlock.errors import NotFound, Refusal
+from interlock.errors import Refusal
 from interlock.event import EventType
 from interlock.tier import Tier
 
@@ -29,7 +29,7 @@ def progress(request: Request, caller: SignedIn, run: Id) -> dict[str, Any]:
     with reading(parts.engine) as connection:
         row = runs.one(connection, run)
     if row is None:
-        raise NotFound("no such run, or it is not yours", code="run")
+        raise looking.unseen("run")
     looking.require(request, caller, Resource("run", row.id, row.tenant, Tier(row.tier)),
                     own=row.owner == caller.person)
     with reading(parts.engine) as connection:

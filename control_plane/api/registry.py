@@ -74,7 +74,7 @@ def register(request: Request, caller: SignedIn, name: Name, body: VersionBody) 
     with reading(parts.engine) as connection:
         run = run_rows.one(connection, body.run)
     if run is None:
-        raise NotFound("no such run, or it is not yours", code="run")
+        raise looking.unseen("run")
     looking.require(request, caller, Resource("run", run.id, run.tenant, Tier(run.tier)),
                     own=run.owner == caller.person)
     with _noted(parts, caller, run.id, act="register", model=name), reading(parts.engine) as connection:
@@ -101,7 +101,7 @@ def one(request: Request, caller: SignedIn, name: Name) -> dict[str, Any]:
     with reading(parts_of(request).engine) as connection:
         row = registry.model(connection, name)
     if row is None:
-        raise NotFound("no such model, or it is not yours", code="model")
+        raise looking.unseen("model")
     looking.require(request, caller, Resource("model", name, row.tenant, Tier(row.tier)),
                     own=row.tenant == caller.tenant)
     return _told(caller, next(m for m in _shown(parts_of(request)) if m["name"] == name))

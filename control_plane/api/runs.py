@@ -32,7 +32,7 @@ from control_plane.store import runs
 from control_plane.store.db import now_us, reading, writing
 from interlock.call import Action, Resource, new_id
 from interlock.canon import digest_bytes
-from interlock.errors import ApprovalRequired, Conflict, Denied, Halted, Malformed, NotFound, Refusal, Unavailable
+from interlock.errors import ApprovalRequired, Conflict, Denied, Halted, Malformed, Refusal, Unavailable
 from interlock.event import Event, EventType
 from interlock.order import Labels, Plan, check_new
 from interlock.tier import Tier
@@ -241,7 +241,7 @@ def restart(request: Request, caller: SignedIn, run: Id, body: RestartBody | Non
 
 def _may_restart(caller: Caller, row: Any, plan: Plan) -> None:
     if row.owner != caller.person:
-        raise NotFound("no such run, or it is not yours", code="run")
+        raise looking.unseen("run")
     restarts.refuse_spent(row, plan)
 
 
@@ -261,7 +261,7 @@ def _row(request: Request, caller: Caller, run: str) -> Any:
     with reading(parts_of(request).engine) as connection:
         row = runs.one(connection, run)
     if row is None:
-        raise NotFound("no such run, or it is not yours", code="run")
+        raise looking.unseen("run")
     looking.require(request, caller, _resource(row), own=row.owner == caller.person)
     return row
 

@@ -37,7 +37,7 @@ def why(request: Request, caller: SignedIn, what: str) -> dict[str, Any]:
         return _run(request, parts, caller, what)
     found = [e for e in _recent(parts) if e.get("call") == what]
     if not found:
-        raise NotFound("no recent decision of that id", code="call")
+        raise looking.unseen("call")
     own = any(str(e.get("actor")) in (caller.id, caller.person) for e in found)
     looking.require(request, caller, Resource("call", what, _tenant(found, caller), _tier(found)), own=own)
     return {"id": what, "decisions": [_decision(parts, e) for e in found if e["type"] == EventType.CALL_DECIDED]}
@@ -52,7 +52,7 @@ def _run(request: Request, parts: Parts, caller: Caller, run: str) -> dict[str, 
     tenant, tier = (row.tenant, Tier(row.tier)) if row is not None else (_tenant(events, caller), _tier(events))
     looking.require(request, caller, Resource("run", run, tenant, tier), own=own)
     if row is None and not events:
-        raise NotFound("no such run, or it is not yours", code="run")
+        raise looking.unseen("run")
     asked = [e for e in events if e["type"] == EventType.CALL_DECIDED]
     told = [e for e in events if e["type"] != EventType.CALL_DECIDED]
     return {

@@ -6,6 +6,7 @@ from typing import Any
 
 from audit.ledger import Row
 from control_plane import proof
+from control_plane.api import looking
 from control_plane.api import nodes as nodes_api
 from control_plane.api import status as status_api
 from control_plane.api.runs import shown as as_json
@@ -56,7 +57,7 @@ def run_row(parts: Parts, run_id: str) -> dict[str, Any]:
     with reading(parts.engine) as connection:
         row = runs.one(connection, run_id)
     if row is None:
-        raise NotFound("no such run, or it is not yours", code="run")
+        raise looking.unseen("run")
     return as_json(row)
 
 

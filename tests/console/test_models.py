@@ -238,6 +238,22 @@ def test_a_model_of_another_tenant_is_not_there(gallery: Gallery) -> None:
                    "/fragments/models/elsewhere": 404}
 
 
+def test_refuses_what_is_not_his_and_what_is_not_there_alike(gallery: Gallery) -> None:
+    """Nobody learns by asking whether another tenant has a model of that name, or a run of that id."""
+    client, rob = gallery.house.client, gallery.house.people["rob"]
+    other = gallery.house.person("nils", "partner")
+    told = [client.get(f"/api/models/{name}", headers=rob.headers).json() for name in ("elsewhere", "nothing")]
+    assert told[0] == told[1]
+    assert told[0]["error"]["code"] == "not_found.model"
+    assert client.get("/api/models/base", headers=rob.headers).status_code == 200  # control
+    for path in ("/api/runs/{}", "/api/runs/{}/progress"):
+        runs = (gallery.run, "run_" + "0" * 32)
+        unseen = [client.get(path.format(run), headers=other.headers).json() for run in runs]
+        assert unseen[0] == unseen[1], path
+        assert unseen[0]["error"]["code"] == "not_found.run"
+        assert client.get(path.format(gallery.run), headers=rob.headers).status_code == 200  # control
+
+
 def test_nobody_reads_models_without_a_session(gallery: Gallery) -> None:
     for path in ("/models", "/models/base"):
         answer = gallery.house.client.get(path, follow_redirects=False)
