@@ -49,7 +49,8 @@ def user_ids(program: str, user: str) -> tuple[int, int]:
 
 
 class UnprivilegedProgram:
-    """One such program. `_lock` keeps one question on the line at a time.
+    """One such program. `_lock` keeps one question on the line at a time; one that stays without an answer for
+    `ANSWER_S` is the last.
 
     Args: `program` its word on our command line and its folder below the state; `words` further words of it.
     Raises Unavailable when it does not come up, and its own refusal.
@@ -96,9 +97,18 @@ class UnprivilegedProgram:
                 raise self._gone() from None
             return self._answer()
 
+    def _give_up(self) -> None:
+        """Kill a program that does not answer: it hangs, and a late answer would be taken for that of the next
+        question. Whoever keeps it sees that it died and starts it again."""
+        self._process.kill()
+        self._process.wait(5.0)
+
     def _answer(self) -> dict[str, Any]:
         try:
             data = self._control.recv(ANSWER_LIMIT)
+        except TimeoutError:
+            self._give_up()
+            data = b""
         except OSError:
             data = b""
         if not data:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -92,6 +93,17 @@ def host() -> Iterator[Host]:
         found.line.end()
         assert not found.line.alive
         shutil.rmtree(folder)
+
+
+def test_a_gateway_that_hangs_is_killed_so_that_it_is_started_again(host: Host) -> None:
+    assert host.line.engines() == []  # control
+    host.line._program._control.settimeout(0.3)
+    os.kill(host.line.pid, signal.SIGSTOP)
+    begun = time.monotonic()
+    with pytest.raises(Unavailable):
+        host.line.engines()
+    assert time.monotonic() - begun < 3
+    assert not host.line.alive
 
 
 def test_serves_under_its_own_user_and_ends_with_the_launcher(host: Host) -> None:
