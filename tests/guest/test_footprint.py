@@ -1,5 +1,6 @@
 """The guest brings nothing of ours but `interlock` into somebody else's program."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -109,3 +110,14 @@ def place() -> Iterator[Path]:
     found.chmod(0o755)
     yield found
     shutil.rmtree(found)
+
+
+@pytest.mark.guest
+def test_the_control_plane_has_no_torch_and_the_guest_has_it_once() -> None:
+    """Two environments: what decides, keeps keys or has root never loads a library that large."""
+    for name in ("torch", "transformers", "safetensors", "numpy"):
+        assert importlib.util.find_spec(name) is None, name
+    guest = ROOT / ".venv-guest"
+    found = list(guest.glob("lib/python3*/site-packages/torch/__init__.py"))
+    assert len(found) == 1
+    assert len(list(guest.rglob("libtorch_cpu.so"))) == 1
