@@ -1,7 +1,7 @@
 """Run the whole suite in the order that finds faults early, and print what each part took.
 
-Parts that stand in one row run side by side: the stories mostly wait (for codes, leases, ends), the rooms with
-real processes mostly work. Exit status: the first failure's.
+Parts that stand in one row run side by side: the stories and the demo mostly wait (for codes, leases, ends), the
+rooms with real processes and the browser mostly work. Exit status: the first failure's.
 """
 
 import os
@@ -20,9 +20,8 @@ ROWS: list[list[tuple[str, str, list[str]]]] = [
       ["-n", "2", "tests"])],
     [("postgres", "postgres", ["tests"]), ("guest environment", "guest and not root", ["tests"])],
     [("stories", REAL, ["tests/stories"]), ("real processes", REAL, ["--ignore=tests/stories", "tests"])],
-    [("console in Chromium", "browser", ["tests"])],
+    [("demo", "demo", ["tests"]), ("console in Chromium", "browser", ["tests"])],
     [("mutations", "mutation", ["-n", "2", "tests"])],
-    [("demo", "demo", ["tests"])],
 ]
 # As root on Linux nothing may be skipped but the shared catalogue of escapes, where it does not lie beside the
 # checkout: its 25 cases say so one by one. Elsewhere each skip says why, and the number is not asserted.
