@@ -22,7 +22,9 @@ from control_plane.cli.terminal import Terminal, fields, table
 from interlock.errors import Malformed, NotConfirmed
 from sandbox.cgroup import UNIFIED, Tree
 
-_FILES = ("supervisor.sock", "supervisor.lock", "stop-page", "stop-state.json", "join.json", "signer.json")
+_FILES = (
+    "supervisor.sock", "supervisor.lock", "stop-page", "stop-state.json", "join.json", "signer.json", "no-sockets.json",
+)
 _FOLDERS = ("deadlines", "runs")
 _TREE = "interlock-"
 UMOUNT_S = 10.0

@@ -608,20 +608,6 @@ CORE = [
     ),
     # --- an adversary with an account ---
     m(
-        "a stop waits for the lock of the database",
-        "control_plane/api/kill.py",
-        "credential_of(request), note=False))",
-        "credential_of(request)))",
-        "control_plane/test_adversary.py::test_a_stop_waits_for_no_lock_of_the_database",
-    ),
-    m(
-        "a stop waits in the common pool",
-        "control_plane/lane.py",
-        "    return await asyncio.get_running_loop().run_in_executor(_STOPS, act)",
-        "    return await __import__('anyio.to_thread').to_thread.run_sync(act)",
-        "control_plane/test_adversary.py::test_a_stop_needs_no_thread_of_the_common_pool",
-    ),
-    m(
         "any key stops",
         "control_plane/api/kill.py",
         "    caller.require_scope(Action.STOP)",
@@ -641,13 +627,6 @@ CORE = [
         "    query = select(runs).where(or_(runs.c.owner == owner, *theirs))",
         "    query = select(runs)",
         "control_plane/test_adversary.py::test_refuses_when_a_run_is_of_a_tier_or_a_person_that_one_may_not_look_at",
-    ),
-    m(
-        "a waiting reader is not asked again",
-        "control_plane/api/runs.py",
-        "        await run_in_threadpool(_still, request, run)",
-        "        await run_in_threadpool(str, run)",
-        "control_plane/test_adversary.py::test_whoever_is_disabled_reads_no_further_output",
     ),
     m(
         "links outlive who made them",
@@ -675,6 +654,28 @@ CORE = [
 ]
 
 MORE = [
+    # --- slow: a lock or a pool has to be waited for ---
+    m(
+        "a stop waits for the lock of the database",
+        "control_plane/api/kill.py",
+        "credential_of(request), note=False))",
+        "credential_of(request)))",
+        "control_plane/test_adversary.py::test_a_stop_waits_for_no_lock_of_the_database",
+    ),
+    m(
+        "a waiting reader is not asked again",
+        "control_plane/api/runs.py",
+        "        await run_in_threadpool(_still, request, run)",
+        "        await run_in_threadpool(str, run)",
+        "control_plane/test_adversary.py::test_whoever_is_disabled_reads_no_further_output",
+    ),
+    m(
+        "a stop waits in the common pool",
+        "control_plane/lane.py",
+        "    return await asyncio.get_running_loop().run_in_executor(_STOPS, act)",
+        "    return await __import__('anyio.to_thread').to_thread.run_sync(act)",
+        "control_plane/test_adversary.py::test_a_stop_needs_no_thread_of_the_common_pool",
+    ),
     m(
         "unreadable stop state passes",
         "policy/gate.py",
