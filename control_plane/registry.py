@@ -32,6 +32,7 @@ from kms.provider import LOCAL
 
 WEIGHTS = "weights"
 MAX_ANCESTORS = 256  # eight parents with as many stay readable in a snapshot; see also issuer.py, rule 5
+MAX_DIGESTS = 1000
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def draft(
     if model is not None and model.tenant != run.tenant:
         raise Conflict("this name is taken", code="model_name", next_step="choose another name")
     plan = Plan.from_json(json.loads(run.plan))
-    lineage = _lineage(connection, plan, name)
+    lineage = {**_lineage(connection, plan, name), "dataset_digests": _dataset_digests(parts, run.id)}
     tier = _tier(connection, run, plan, model, asked)
     require_provider(parts, connection, run.id, tier)
     return Draft(kept.digest, name, run.tenant, tier, run.id, int(kept.step), lineage, model is None)
@@ -171,6 +172,13 @@ def _lineage(connection: Connection, plan: Plan, name: str) -> dict[str, Any]:
         "parents": list(plan.weights), "models": sorted(models),
         "datasets": [d.path for d in plan.datasets], "code": [{"name": n, "digest": d} for n, d in plan.code],
     }
+
+
+def _dataset_digests(parts: Parts, run: str) -> dict[str, str]:
+    """Return path → digest of what the run was shown, as its nodes told; the latest attempt's where they differ."""
+    rows = parts.ledger.newest(limit=MAX_DIGESTS, run=run, type=EventType.DATA_DIGESTED.value)
+    told = [row.event.get("facts", {}) for row in rows if row.node != "control"]
+    return {str(f["path"]): str(f["digest"]) for f in told if f.get("path") and f.get("digest")}
 
 
 def _tier(

@@ -44,6 +44,7 @@ class EventType(StrEnum):
     RUN_ENDED = "run.ended"
     RUN_REFUSED = "run.refused"
     RUN_STEP = "run.step"
+    DATA_DIGESTED = "data.digested"
     RUN_RESTARTED = "run.restarted"
     CHECKPOINT_BEGUN = "checkpoint.begun"
     CHECKPOINT_COMMITTED = "checkpoint.committed"

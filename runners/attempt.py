@@ -24,7 +24,7 @@ from interlock.errors import Refusal
 from interlock.event import EventType
 from interlock.order import LaunchOrder, Result
 from interlock.signed import Signed
-from runners import admission, collector, key_delivery, launch
+from runners import admission, collector, data_digest, key_delivery, launch
 from runners.courier import FILES, OUTPUT, Courier
 from runners.deadline import Watched
 from runners.launch import Launched
@@ -168,6 +168,7 @@ class Attempt:
         if "go" in line:
             self._courier.tell({"state": "live"})
             self._deliver_keys()
+            self._digest_data()
         elif "exit" in line:
             outcome.exit = int(line["exit"])
         elif "signal" in line:
@@ -180,6 +181,12 @@ class Attempt:
         if plan.checkpoints or plan.weights:
             asked = (self._station, self._order, self._over)
             threading.Thread(target=key_delivery.deliver, args=asked, name="keys", daemon=True).start()
+
+    def _digest_data(self) -> None:
+        """Put on record what the run was shown, by content, beside its work."""
+        if self._order.plan.datasets:
+            asked = (self._station, self._order, self._over)
+            threading.Thread(target=data_digest.tell, args=asked, name="data", daemon=True).start()
 
     def _ended(self) -> tuple[str, str]:
         """Ask the supervisor for its proof; returns result and why. No answer is no proof."""

@@ -117,7 +117,7 @@ def visible(request: Request, caller: Caller) -> list[dict[str, Any]]:
     return [_told(caller, m) for m in found if (m["tenant"], m["tier"]) in seen]
 
 
-_NO_LINEAGE: dict[str, list[Any]] = {"parents": [], "models": [], "datasets": [], "code": []}
+_NO_LINEAGE: dict[str, Any] = {"parents": [], "models": [], "datasets": [], "dataset_digests": {}, "code": []}
 
 
 def _told(caller: Caller, model: dict[str, Any]) -> dict[str, Any]:

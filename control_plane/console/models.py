@@ -59,7 +59,8 @@ def _model(request: Request, caller: Caller, name: str) -> dict[str, Any]:
     return {**shown, "versions": [{
         **v, "size": curve.size(v["bytes"]), "next": NEXT.get(v["state"], ""),
         "parents": [_parent(known.get(digest), digest) for digest in v["lineage"]["parents"]],
-        "datasets": v["lineage"]["datasets"], "code": v["lineage"]["code"],
+        "datasets": [(path, v["lineage"].get("dataset_digests", {}).get(path, ""))
+                     for path in v["lineage"]["datasets"]], "code": v["lineage"]["code"],
     } for v in shown["versions"]]}
 
 

@@ -170,7 +170,10 @@ def serve(studio: Studio) -> str:
             studio.engines[name] = found["run"]
             stage.proof(**{f"engine of {name}": f"{found['run']}, ready"})
     shown = stage.must("model", "show", BYTES, who="remy")
-    stage.proof(lineage=json.dumps(shown["versions"][0]["lineage"])[:300])
+    lineage = shown["versions"][0]["lineage"]
+    stage.proof(lineage=json.dumps(lineage)[:400])
+    if not lineage["dataset_digests"]:
+        raise StepFailed("the lineage names no data set by its content")
     studio.gateway = stage.gateway_url
     return "two models approved by their digests and served from sealed weights"
 

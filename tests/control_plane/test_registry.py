@@ -2,12 +2,14 @@
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pyotp
 import pytest
 from sqlalchemy import insert, select, update
 
+from audit.spool import Spool, unshipped
 from control_plane import app as joint
 from control_plane import engines, registry, restarts
 from control_plane.auth import approvals, totp
@@ -20,6 +22,7 @@ from control_plane.ticker import sequence
 from interlock.call import Action
 from interlock.canon import digest_bytes
 from interlock.errors import Conflict, Denied, Halted, NotFound, Unavailable
+from interlock.event import Event, EventType
 from interlock.order import Labels, Plan
 from interlock.signed import Signed
 from interlock.tier import Tier
@@ -130,10 +133,28 @@ def test_registers_the_newest_weights_with_their_lineage(lab: House) -> None:
     assert answer.json() == {"version": newest, "model": "aurora", "number": 1, "tier": "none", "state": "draft"}
     shown = lab.get("/api/models/aurora", lab.people["rob"]).json()
     assert (shown["owner_name"], shown["tier"], shown["versions"][0]["step"]) == ("rob", "none", 9)
-    assert shown["versions"][0]["lineage"] == {"parents": [], "models": [], "datasets": ["/srv/text"], "code": []}
+    assert shown["versions"][0]["lineage"] == {
+        "parents": [], "models": [], "datasets": ["/srv/text"], "dataset_digests": {}, "code": []}
     assert "manifest" not in json.dumps(shown)
     older = register(lab, run, step=5)
     assert (older.status_code, older.json()["number"]) == (201, 2)
+
+
+def test_lineage_names_data_sets_by_content_as_the_node_told(lab: House, tmp_path: Path) -> None:
+    run, _ = trained(lab, step=5, datasets=[{"name": "text", "path": "/srv/text"}])
+    digest = "sha256:" + "d" * 64
+    facts = {"attempt": 1, "name": "text", "path": "/srv/text", "digest": digest, "files": 1, "bytes": 3}
+    forged = Event(EventType.DATA_DIGESTED, "x", "lab", run, facts={**facts, "digest": "sha256:" + "e" * 64})
+    lab.parts.ledger.record(forged)  # of the control plane's own stream: no node said so
+    spool = Spool(tmp_path, "n1", "launcher")
+    spool.record(Event(EventType.DATA_DIGESTED, "rob", "lab", run, facts=facts))
+    spool.close()
+    for shipment in unshipped(tmp_path):
+        lab.parts.ledger.intake("n1", shipment.stream, shipment.records)
+    sequence(lab.parts)
+    assert register(lab, run).status_code == 201
+    shown = lab.get("/api/models/aurora", lab.people["rob"]).json()
+    assert shown["versions"][0]["lineage"]["dataset_digests"] == {"/srv/text": digest}
 
 
 def test_refuses_what_the_node_has_not_reported(lab: House) -> None:

@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from runners import data_digest
 from tests.stories import canary
 from tests.stories.lab import DOCS, ROOT, Lab
 
@@ -89,6 +90,11 @@ def test_a_call_is_decided_answered_and_recorded(lab: Lab, served: dict[str, str
     text = json.dumps(found)
     assert answer.choices[0].text not in text or len(answer.choices[0].text.strip()) < 4
     assert served["key"].rsplit("_", 2)[1] not in text
+
+
+def test_lineage_names_the_data_by_content(lab: Lab, served: dict[str, str]) -> None:
+    lineage = lab.must("model", "show", "tale", who="rhea")["versions"][0]["lineage"]
+    assert lineage["dataset_digests"] == {str(DOCS): data_digest.digest_of(DOCS, threading.Event())["digest"]}
 
 
 def test_refuses_when_another_run_looks_for_the_engine(lab: Lab, served: dict[str, str], tmp_path: Any) -> None:
