@@ -113,6 +113,8 @@ class Host:
         os.close(reading)
         assert forker.stdout is not None
         pid = int(forker.stdout.readline())
+        # The real launcher tells of a run init that reported itself; this one may not have its uid yet.
+        wait_for(lambda: f"Uid:\t{uid}\t" in Path(f"/proc/{pid}/status").read_text())
         pidfd = os.pidfd_open(pid)
         try:
             self.ask("spawned", run=admitted["run"], attempt=admitted["attempt"], fds=[pidfd, writing])
