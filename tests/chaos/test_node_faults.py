@@ -57,7 +57,8 @@ def test_both_programs_killed_the_run_dies_by_its_pipes(lab: Lab):
     assert json.loads(done.stdout)["result"] == "confirmed"
     lab.supervisor = supervisor(lab.host)
     lab.start_node()
-    assert lab.ended(made)["why"] == "node_restarted"
+    # The node may have seen the run die, and no supervisor, in the moment before it was killed itself.
+    assert lab.ended(made)["why"] in ("node_restarted", "unavailable.supervisor")
     assert not [row for row in Path("/proc/mounts").read_text().splitlines() if str(lab.host.runtime) in row]
 
 
