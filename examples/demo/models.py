@@ -1,4 +1,5 @@
-"""The steps about models: train, register, serve, call, gate, stop, tamper."""
+"""The steps about models: train, register, serve, call, gate, stop, tamper. Its length is that of the story: one
+function a step, and what each looks at."""
 
 import base64
 import json
