@@ -103,7 +103,7 @@ def start(
     placement = Placement(labels.run, attempt, labels, plan, facts, approval)
 
     def checked(placing: Connection) -> None:
-        registry.require_weights(placing, plan)
+        registry.require_weights(placing, plan, labels.owner)
         if within is not None:
             within(placing)
 

@@ -79,7 +79,7 @@ def loaded(connection: Connection, plan: Plan) -> list[Row[Any]]:
     return [known[v] for v in plan.weights if v in known and known[v].tenant == plan.tenant]
 
 
-def require_weights(connection: Connection, plan: Plan, owner: str = "") -> None:
+def require_weights(connection: Connection, plan: Plan, owner: str) -> None:
     """Refuse a plan that loads what it may not.
 
     Args: `owner` of the run, whose own approval of what he serves does not count.

@@ -1,5 +1,6 @@
 """The registry: tiers, lineage, approval of a version, serving, retiring. Each refusal beside what is allowed."""
 
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -326,9 +327,10 @@ def test_another_tenants_version_is_not_there(lab: House) -> None:
     run, version = trained(lab)
     register(lab, run)
     with writing(lab.parts.engine) as connection:
+        plan = Plan(("x",), Tier.NONE, "lab", guest=True, weights=(version,))
         with pytest.raises(NotFound):
-            registry.require_weights(connection, Plan(("x",), Tier.NONE, "other", guest=True, weights=(version,)))
-        registry.require_weights(connection, Plan(("x",), Tier.NONE, "lab", guest=True, weights=(version,)))
+            registry.require_weights(connection, dataclasses.replace(plan, tenant="other"), "per_x")
+        registry.require_weights(connection, plan, "per_x")
 
 
 def test_what_is_retired_while_a_launch_is_under_way_is_not_placed(
@@ -358,8 +360,8 @@ def test_nobody_sends_the_plan_of_an_engine(lab: House) -> None:
     with reading(lab.parts.engine) as connection:
         for name, tier in (("other", Tier.NONE), ("aurora", Tier.HIGH)):
             with pytest.raises(Denied):
-                registry.require_weights(connection, engine_plan(version, name, tier, "lab"))
-        registry.require_weights(connection, engine_plan(version, "aurora", Tier.NONE, "lab"))
+                registry.require_weights(connection, engine_plan(version, name, tier, "lab"), "per_x")
+        registry.require_weights(connection, engine_plan(version, "aurora", Tier.NONE, "lab"), "per_x")
 
 
 # --- approving --------------------------------------------------------------------------------------
@@ -570,6 +572,20 @@ def test_refuses_when_the_officer_who_approved_a_version_serves_it(lab: House) -
     assert code_of(refused) == "approval_required"
     assert "somebody else" in refused.json()["error"]["next_step"]  # it stands approved, so nobody could submit it
     assert lab.post(f"/api/versions/{version}/serve", lab.people["omar"], {}).status_code == 201  # control
+
+
+def test_each_look_at_the_approvals_of_an_engine_leaves_its_owner_out(
+    lab: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the last one, in the transaction that places it."""
+    run, version = trained(lab)
+    register(lab, run)
+    approved(lab, version)
+    real, seen = registry.require_weights, list[str]()
+    monkeypatch.setattr(registry, "require_weights", lambda c, p, owner: (seen.append(owner), real(c, p, owner)))
+    assert lab.post(f"/api/versions/{version}/serve", lab.people["rob"], {}).status_code == 201
+    assert len(seen) >= 2
+    assert set(seen) == {lab.people["rob"].id}
 
 
 def test_a_warm_engine_makes_its_version_serving_and_its_end_unmakes_it(lab: House) -> None:
